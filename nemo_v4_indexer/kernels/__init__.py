@@ -1,0 +1,1 @@
+"""The operation on Hopper GPUs as TileLang programs. Importing this package loads no TileLang."""
