@@ -44,12 +44,12 @@ class LossConfig(ConfigBase):
 
     coeff: float | None = field(default=0.01, metadata=by(real(0, allow_none="loss off")))
     """Weight of the loss; None or 0: no loss is computed."""
-    warmup_steps: int = field(default=0)
+    warmup_steps: int = field(default=0, metadata=by(whole(0)))
     """Optimizer steps of the dense stage (all visible groups) before the sparse stage (selected groups)."""
 
     @property
     def enabled(self) -> bool:
-        return bool(self.coeff, metadata=by(whole(0)))
+        return bool(self.coeff)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,11 +66,11 @@ class RopeConfig(ConfigBase):
     original_max_position: int = field(default=65536, metadata=by(whole(1)))
     """Tokens the model was trained on before YaRN extended it."""
     beta_fast: float = field(default=32.0, metadata=by(real(0, above=True)))
-    beta_slow: float = field(default=1.0)
+    beta_slow: float = field(default=1.0, metadata=by(real(0, above=True)))
 
     def check_together(self) -> None:
         if self.dim % 2:
-            raise wrong("rope.dim", self.dim, "an even number of channels", metadata=by(real(0, above=True)))
+            raise wrong("rope.dim", self.dim, "an even number of channels")
         if self.beta_fast <= self.beta_slow:
             raise wrong("rope.beta_fast", self.beta_fast, f"greater than rope.beta_slow ({self.beta_slow:g})")
 
@@ -136,18 +136,13 @@ class IndexerConfig(ConfigBase):
         default=None, metadata=by(flag(allow_none="follow torch.use_deterministic_algorithms"))
     )
     precise: bool = field(default=False, metadata=by(flag()))
-    loss: LossConfig = field(default_factory=LossConfig)
+    loss: LossConfig = field(default_factory=LossConfig, metadata=by(nested(LossConfig)))
 
     def check_together(self) -> None:
         if self.rope.dim > self.head_dim:
             raise wrong("rope.dim", self.rope.dim, f"at most head_dim ({self.head_dim})")
         if self.rotate and self.head_dim & (self.head_dim - 1):
-            raise wrong(
-                "head_dim",
-                self.head_dim,
-                "a power of two for the Hadamard rotation (or set rotate: false)",
-                metadata=by(nested(LossConfig)),
-            )
+            raise wrong("head_dim", self.head_dim, "a power of two for the Hadamard rotation (or set rotate: false)")
         for layer in self.plan():
             if self.window == 0 and layer.compress_ratio != 1:
                 raise wrong(
@@ -215,9 +210,7 @@ class IndexerConfig(ConfigBase):
             else:
                 continue
             found.setdefault(text, []).append(layer.layer_number)
-        return [
-            f"layer{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {text}" for text, numbers in found.items()
-        ]
+        return [f"layer {', '.join(map(str, numbers))}: {text}" for text, numbers in found.items()]
 
     @classmethod
     def from_hf(cls, source: str | PathLike | Mapping, *, num_mtp_layers: int | None = None) -> Self:
@@ -245,7 +238,7 @@ class AttentionConfig(ConfigBase):
     """Width each head group is projected to."""
     rope_dim: int = field(default=64, metadata=by(whole(2)))
     """Rotated channels at the end of head_dim; even."""
-    rope_theta: float = field(default=10000.0)
+    rope_theta: float = field(default=10000.0, metadata=by(real(1, above=True)))
     """For window-only layers; compressed layers use the indexer's rope."""
 
     def check_together(self) -> None:
@@ -257,4 +250,4 @@ class AttentionConfig(ConfigBase):
     @classmethod
     def from_hf(cls, source: str | PathLike | Mapping) -> Self:
         """Read a DeepSeek-V4 style config; see `IndexerConfig.from_hf`. ValueError for other attention designs."""
-        return cls(**config_hf.attention_settings(source), metadata=by(real(1, above=True)))
+        return cls(**config_hf.attention_settings(source))

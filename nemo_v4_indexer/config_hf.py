@@ -41,21 +41,21 @@ def indexer_settings(source: str | PathLike | Mapping, num_mtp_layers: int | Non
     num_layers = whole(1)("num_hidden_layers", _need(hf, "num_hidden_layers", "n_layers"))
     listed = whole(0)("num_nextn_predict_layers", _get(hf, 0, "num_nextn_predict_layers", "n_mtp_layers"))
     mtp = listed if num_mtp_layers is None else whole(0)("num_mtp_layers", num_mtp_layers)
-    _refuse_shared_indexers(hf)
+    _refuse_other_designs(hf)
     settings = {"num_layers": num_layers, "num_mtp_layers": mtp}
     ratios = _ratios(hf, num_layers, mtp, trim=num_mtp_layers is not None)
     if ratios is None:
         settings |= {"compress_ratio": 1, "window": 0}
-        theta_keys = ("rope_theta",)
+        theta_key = "rope_theta"
     else:
         settings["compress_ratio"] = ratios
         settings["window"] = _need(hf, "sliding_window", "window_size")
-        theta_keys = ("compress_rope_theta",)
+        theta_key = "compress_rope_theta"
     rates = hf.get("compress_rates")
     if isinstance(rates, Mapping) and "heavily_compressed_attention" in rates:
         settings["heavy_ratio"] = rates["heavily_compressed_attention"]
     if ratios is None or any(expand("compress_ratios", ratios, num_layers, mtp)):
-        settings["rope"] = _rope(hf, theta_keys[0])
+        settings["rope"] = _rope(hf, theta_key)
         settings["topk"] = _need(hf, "index_topk")
         settings["n_heads"] = _need(hf, "index_n_heads")
         settings["head_dim"] = _need(hf, "index_head_dim")
@@ -117,8 +117,8 @@ def _ratios(hf: Mapping, num_layers: int, mtp: int, *, trim: bool) -> Any:
             ratios = ratios[: num_layers + mtp]
         if len(ratios) != num_layers + mtp:
             raise ValueError(
-                f"{key} has {len(ratios)} entries, expected {num_layers + mtp}: {num_layers} decoder + {mtp} multi-token-"
-                "prediction layers; pass num_mtp_layers to say how many of the latter to keep"
+                f"{key} has {len(ratios)} entries, expected {num_layers + mtp}: {num_layers} decoder + {mtp} "
+                "multi-token-prediction layers; pass num_mtp_layers to say how many of the latter to keep"
             )
     return ratios
 
@@ -135,14 +135,16 @@ def _ratios_from_types(types: Any, rates: Mapping) -> tuple[int, ...]:
     return tuple(ratios)
 
 
-def _refuse_shared_indexers(hf: Mapping) -> None:
-    """Checkpoints whose layers reuse another layer's selection would load, and compute something else."""
+def _refuse_other_designs(hf: Mapping) -> None:
+    """Checkpoints with these keys would load, and compute something else."""
     types, sources, every = hf.get("indexer_types"), hf.get("index_source_layer_ids"), hf.get("index_topk_freq")
     if is_list(types) and "shared" in types:
         number = list(types).index("shared") + 1
         raise wrong("indexer_types", "shared", "full: layers that reuse another layer's selection", layer=number)
     if types is None and every not in (None, 1):
         raise wrong("index_topk_freq", every, "1: layers that reuse another layer's selection are not supported")
+    if hf.get("index_kpool") not in (None, 1):
+        raise wrong("index_kpool", hf["index_kpool"], "1: keys pooled this way are not supported")
     if sources is not None:
         raise wrong("index_source_layer_ids", sources, "absent: reusing another layer's selection is not supported")
 
