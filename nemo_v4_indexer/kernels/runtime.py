@@ -1,9 +1,9 @@
 """What the kernels need from the machine: TileLang loaded late, a reason when they cannot run, one build per kernel.
 
 TileLang is imported by the first call that needs it, never by importing this package. Compiled kernels live in
-TileLang's own disk cache (`TILELANG_CACHE_DIR`, by default `~/.tilelang/cache`); file locks beside it let processes that
-start together wait for one build instead of repeating it. A killed build releases its lock and leaves only a staging
-folder that TileLang removes.
+TileLang's own disk cache (`TILELANG_CACHE_DIR`, by default `~/.tilelang/cache`); file locks beside it let processes
+that start together wait for one build instead of repeating it. A killed build releases its lock and leaves only a
+staging folder that TileLang removes.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ def tilelang_problem() -> str | None:
         if problem := _probe_import():
             return problem
     try:
-        import tilelang.language
+        import tilelang.language  # noqa: F401 - importing is the test
     except Exception as error:  # whatever a broken installation raises becomes the reason
         return f"importing tilelang fails: {type(error).__name__}: {error}"
     return None
