@@ -55,10 +55,10 @@ def indexer_settings(source: str | PathLike | Mapping, num_mtp_layers: int | Non
     if isinstance(rates, Mapping) and "heavily_compressed_attention" in rates:
         settings["heavy_ratio"] = rates["heavily_compressed_attention"]
     if ratios is None or any(expand("compress_ratios", ratios, num_layers, mtp)):
-        settings["rope"] = _rope(hf, theta_key)
         settings["topk"] = _need(hf, "index_topk")
         settings["n_heads"] = _need(hf, "index_n_heads")
         settings["head_dim"] = _need(hf, "index_head_dim")
+        settings["rope"] = _rope(hf, theta_key)
     return settings
 
 
@@ -108,8 +108,7 @@ def _ratios(hf: Mapping, num_layers: int, mtp: int, *, trim: bool) -> Any:
     elif hf.get("compress_rates") is not None and is_list(hf.get("layer_types")):
         key, ratios = "layer_types", _ratios_from_types(hf["layer_types"], hf["compress_rates"])
     elif _has(hf, "compress_rope_theta") or str(hf.get("model_type", "")).startswith("deepseek_v4"):
-        _need(hf, "compress_ratios", "csa_compress_ratios", "layer_types with compress_rates")
-        raise AssertionError("unreachable: none of the keys is present")
+        return _need(hf, "compress_ratios", "csa_compress_ratios", "layer_types with compress_rates")
     else:
         return None
     if isinstance(ratios, tuple):
@@ -140,26 +139,33 @@ def _refuse_other_designs(hf: Mapping) -> None:
     types, sources, every = hf.get("indexer_types"), hf.get("index_source_layer_ids"), hf.get("index_topk_freq")
     if is_list(types) and "shared" in types:
         number = list(types).index("shared") + 1
-        raise wrong("indexer_types", "shared", "full: layers that reuse another layer's selection", layer=number)
+        raise wrong(
+            "indexer_types", "shared", "full (reusing another layer's selection is not supported)", layer=number
+        )
     if types is None and every not in (None, 1):
-        raise wrong("index_topk_freq", every, "1: layers that reuse another layer's selection are not supported")
+        raise wrong("index_topk_freq", every, "1 (reusing another layer's selection is not supported)")
     if hf.get("index_kpool") not in (None, 1):
-        raise wrong("index_kpool", hf["index_kpool"], "1: keys pooled this way are not supported")
+        raise wrong("index_kpool", hf["index_kpool"], "1 (keys pooled this way are not supported)")
     if sources is not None:
-        raise wrong("index_source_layer_ids", sources, "absent: reusing another layer's selection is not supported")
+        raise wrong("index_source_layer_ids", sources, "absent (reusing another layer's selection is not supported)")
 
 
 def _rope_dim(hf: Mapping) -> int:
-    if not _has(hf, "qk_rope_head_dim", "rope_head_dim") and _has(hf, "partial_rotary_factor") and _has(hf, "head_dim"):
-        return int(real(0, above=True)("partial_rotary_factor", hf["partial_rotary_factor"]) * hf["head_dim"])
+    dim = _get(hf, None, "qk_rope_head_dim", "rope_head_dim")
+    if dim is None and _has(hf, "partial_rotary_factor") and _has(hf, "head_dim"):
+        factor = real(0, above=True)("partial_rotary_factor", hf["partial_rotary_factor"])
+        return round(factor * whole(1)("head_dim", hf["head_dim"]))
     return _need(hf, "qk_rope_head_dim", "rope_head_dim")
 
 
 def _theta(hf: Mapping, name: str) -> Any:
+    if _has(hf, name):
+        return hf[name]
     nested = hf.get("rope_parameters")
-    if not _has(hf, name) and isinstance(nested, Mapping):
-        nested = nested.get("compress" if name == "compress_rope_theta" else "main", nested)
-        if isinstance(nested, Mapping) and nested.get("rope_theta") is not None:
+    if isinstance(nested, Mapping):
+        # A flat map holds the main base only; the compressed one must come under its own label.
+        nested = nested.get("compress", {}) if name == "compress_rope_theta" else nested.get("main", nested)
+        if isinstance(nested, Mapping) and _has(nested, "rope_theta"):
             return nested["rope_theta"]
     return _need(hf, name)
 
@@ -167,18 +173,20 @@ def _theta(hf: Mapping, name: str) -> Any:
 def _rope(hf: Mapping, theta_key: str) -> dict[str, Any]:
     rope = {"dim": _rope_dim(hf), "theta": _theta(hf, theta_key)}
     scaling = _get(hf, {}, "rope_scaling", "rope_parameters")
+    scaling = scaling.get("compress", scaling) if isinstance(scaling, Mapping) else scaling
     if not isinstance(scaling, Mapping):
         raise wrong("rope_scaling", scaling, "a map or null")
-    scaling = scaling.get("compress", scaling)
-    kind = _get(scaling, "default", "rope_type", "type")
-    if kind == "default":
-        if "factor" in scaling:
-            raise wrong("rope_scaling.type", None, "yarn when rope_scaling has a factor")
+    if not scaling and _has(hf, "rope_factor"):
+        scaling = {"type": "yarn", "factor": hf["rope_factor"]}
+        scaling["original_max_position_embeddings"] = _need(hf, "original_seq_len")
+        scaling |= {name: hf[name] for name in ("beta_fast", "beta_slow") if _has(hf, name)}
+    kind = _get(scaling, None, "rope_type", "type")
+    if kind == "default" or (kind is None and not _has(scaling, "factor")):
         return rope
     if kind != "yarn":
         raise wrong("rope_scaling.type", kind, "yarn or default")
     for ours, theirs in (("factor", "factor"), ("original_max_position", "original_max_position_embeddings")):
-        if scaling.get(theirs) is None:
+        if not _has(scaling, theirs):
             raise ValueError(f"rope_scaling has no {theirs}, which has no safe default: expected the key")
         rope[ours] = scaling[theirs]
-    return rope | {name: scaling[name] for name in ("beta_fast", "beta_slow") if scaling.get(name) is not None}
+    return rope | {name: scaling[name] for name in ("beta_fast", "beta_slow") if _has(scaling, name)}

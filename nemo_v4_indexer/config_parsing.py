@@ -19,27 +19,22 @@ RULE_FORM = "a whole number, a list with one whole number per layer, or a map {p
 
 # What other tools call these settings, so that a borrowed key is answered with ours.
 FOREIGN_KEYS = {
-    "csa_compress_ratios": "compress_ratio",
-    "compress_ratios": "compress_ratio",
-    "index_topk": "topk",
-    "dsa_indexer_topk": "topk",
-    "index_n_heads": "n_heads",
-    "dsa_indexer_n_heads": "n_heads",
-    "num_attention_heads": "n_heads",
-    "index_head_dim": "head_dim",
-    "dsa_indexer_head_dim": "head_dim",
-    "sliding_window": "window",
-    "window_size": "window",
-    "num_hidden_layers": "num_layers",
-    "num_nextn_predict_layers": "num_mtp_layers",
-    "mtp_num_layers": "num_mtp_layers",
-    "compress_rope_theta": "rope.theta",
-    "rope_theta": "rope.theta",
-    "qk_rope_head_dim": "rope.dim",
-    "rope_scaling": "rope",
-    "original_max_position_embeddings": "original_max_position",
-    "dsa_indexer_loss_coeff": "loss.coeff",
-    "loss_coeff": "loss.coeff",
+    name: ours
+    for ours, names in {
+        "compress_ratio": ("csa_compress_ratios", "compress_ratios"),
+        "topk": ("index_topk", "dsa_indexer_topk"),
+        "n_heads": ("index_n_heads", "dsa_indexer_n_heads", "num_attention_heads"),
+        "head_dim": ("index_head_dim", "dsa_indexer_head_dim"),
+        "window": ("sliding_window", "window_size"),
+        "num_layers": ("num_hidden_layers",),
+        "num_mtp_layers": ("num_nextn_predict_layers", "mtp_num_layers"),
+        "original_max_position": ("original_max_position_embeddings",),
+        "rope.theta": ("compress_rope_theta", "rope_theta"),
+        "rope.dim": ("qk_rope_head_dim",),
+        "rope": ("rope_scaling",),
+        "loss.coeff": ("dsa_indexer_loss_coeff", "loss_coeff"),
+    }.items()
+    for name in names
 }
 
 
@@ -123,10 +118,13 @@ def plain(value: Any) -> Any:
 def wrong(key: str, value: Any, expected: str, *, layer: int | None = None) -> ValueError:
     """The error every check raises: key, layer, expected form, and what was given."""
     where = "" if layer is None else f" (layer {layer})"
-    given = repr(value)
-    given = given if len(given) <= 100 else f"{given[:97]}..."
     kind = "" if value is None or isinstance(value, bool) else f" ({type(value).__name__})"
-    return ValueError(f"{key}{where} must be {expected}, got {given}{kind}{_hint(value)}")
+    return ValueError(f"{key}{where} must be {expected}, got {_show(value)}{kind}{_hint(value)}")
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _hint(value: Any) -> str:
@@ -163,8 +161,8 @@ def reject_unknown(name: str, mapping: Mapping, known: Sequence[str]) -> None:
     for key in mapping:
         if key not in known:
             raise ValueError(
-                f"{name} has an unknown key {key!r} (value {mapping[key]!r}){closest(key, known)} "
-                f"Known keys: {', '.join(known)}"
+                f"{name} has an unknown key {key!r} (value {_show(mapping[key])}){closest(key, known)}"
+                f"; known keys: {', '.join(known)}"
             )
 
 
