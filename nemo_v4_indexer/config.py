@@ -119,7 +119,8 @@ class IndexerConfig(ConfigBase):
     layers: Mapping[int, Mapping[str, int]] = field(
         default_factory=FrozenMap, metadata=by(layer_overrides(compress_ratio=whole(0), topk=whole(1)))
     )
-    """Single layers: `{layer number: {compress_ratio, topk}}`; the number may be written as digits in quotes."""
+    """Single layers: `{layer number: {compress_ratio, topk}}`; the number may be written as digits in quotes. A topk
+    for a layer without an indexer is refused."""
     n_heads: int = field(default=64, metadata=by(whole(1)))
     head_dim: int = field(default=128, metadata=by(whole(2)))
     rope: RopeConfig = field(default_factory=RopeConfig, metadata=by(nested(RopeConfig)))
@@ -167,6 +168,9 @@ class IndexerConfig(ConfigBase):
         own = self.layers.get(number, {})
         ratio, topk = own.get("compress_ratio", ratio), own.get("topk", topk)
         kind = "window" if ratio == 0 else "heavy" if ratio >= self.heavy_ratio else "sparse"
+        if kind != "sparse" and "topk" in own:
+            expected = f"absent: compress_ratio {ratio} gives this layer no indexer"
+            raise wrong(f"layers.{number}.topk", topk, expected, layer=number)
         if kind == "sparse" and topk < 1:
             raise wrong("topk", topk, f">= 1 where compress_ratio ({ratio}) calls for an indexer", layer=number)
         return LayerConfig(

@@ -172,9 +172,8 @@ def whole(minimum: int, *, maximum: int | None = None, form: str = "") -> Check:
     expected = form or f"a whole number {limits}"
 
     def check(key, value, layer=None):
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise wrong(key, value, expected, layer=layer)
-        if value < minimum or (maximum is not None and value > maximum):
+        fits = isinstance(value, Integral) and not isinstance(value, bool)
+        if not fits or value < minimum or (maximum is not None and value > maximum):
             raise wrong(key, value, expected, layer=layer)
         return int(value)
 
@@ -189,9 +188,8 @@ def real(minimum: float, *, above: bool = False, allow_none: str = "") -> Check:
     def check(key, value):
         if value is None and allow_none:
             return None
-        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-            raise wrong(key, value, expected)
-        if value < minimum or (above and value == minimum):
+        fits = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        if not fits or value < minimum or (above and value == minimum):
             raise wrong(key, value, expected)
         return float(value)
 
