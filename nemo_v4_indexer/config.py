@@ -136,7 +136,9 @@ class IndexerConfig(ConfigBase):
     deterministic: bool | None = field(
         default=None, metadata=by(flag(allow_none="follow torch.use_deterministic_algorithms"))
     )
+    """Bitwise repeatable gradients."""
     precise: bool = field(default=False, metadata=by(flag()))
+    """Gradients at fp32-like instead of bf16 accuracy, at some cost in speed."""
     loss: LossConfig = field(default_factory=LossConfig, metadata=by(nested(LossConfig)))
 
     def check_together(self) -> None:
