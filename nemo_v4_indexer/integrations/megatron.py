@@ -1,0 +1,209 @@
+"""megatron-core 0.19.2: layer spec, model builder, loss hook and metrics. Nothing of Megatron is patched."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from nemo_v4_indexer import parallel
+from nemo_v4_indexer.attention import V4SelfAttention, V4SelfAttentionSubmodules
+from nemo_v4_indexer.config import AttentionConfig, IndexerConfig
+from nemo_v4_indexer.diagnostics import Statistics
+from nemo_v4_indexer.layer import V4Indexer, collecting
+from nemo_v4_indexer.modules import RMSNorm
+from nemo_v4_indexer.ops.loss import set_loss_scale
+
+__all__ = [
+    "V4TransformerConfig",
+    "build_gpt_model",
+    "collecting",
+    "finalize_gradients",
+    "indexer_metrics",
+    "set_indexer_step",
+    "v4_layer_spec",
+]
+
+
+@dataclass
+class V4TransformerConfig(TransformerConfig):
+    """Megatron's TransformerConfig with the indexer and the attention around it.
+
+    Raises:
+        ValueError: indexer or attention is missing, or their layer and head counts differ from Megatron's.
+    """
+
+    v4_indexer: Any = None
+    """`IndexerConfig`, or the mapping that makes one."""
+    v4_attention: Any = None
+    """`AttentionConfig`, or the mapping that makes one."""
+
+    def __post_init__(self):
+        for name, kind in (("v4_indexer", IndexerConfig), ("v4_attention", AttentionConfig)):
+            value = getattr(self, name)
+            if value is None:
+                raise ValueError(
+                    f"V4TransformerConfig needs {name}: a {kind.__name__} or a mapping that makes one, got None"
+                )
+            setattr(self, name, value if isinstance(value, kind) else kind.from_dict(value))
+        for ours, theirs, value in (
+            ("v4_indexer.num_layers", "num_layers", self.v4_indexer.num_layers),
+            ("v4_attention.n_heads", "num_attention_heads", self.v4_attention.n_heads),
+        ):
+            if value != getattr(self, theirs):
+                raise ValueError(f"{ours} is {value}, but {theirs} is {getattr(self, theirs)}; they must agree")
+        super().__post_init__()
+        if self.experimental_attention_variant_loss_scale_func is None:
+            self.experimental_attention_variant_loss_scale_func = set_loss_scale
+
+
+def v4_layer_spec(config, vp_stage=None):
+    """Layers of this pipeline stage, each with the settings of its global number.
+
+    Usable as `--spec nemo_v4_indexer.integrations.megatron v4_layer_spec` and as a `transformer_layer_spec`.
+
+    Args:
+        config: `V4TransformerConfig`, or a model config that holds one as `transformer`.
+        vp_stage: virtual pipeline stage, or None.
+
+    Returns:
+        TransformerBlockSubmodules.
+
+    Raises:
+        TypeError: config is of another class, so the indexer's settings are unknown.
+    """
+    config = getattr(config, "transformer", config)
+    if not isinstance(config, V4TransformerConfig):
+        raise TypeError(f"v4_layer_spec needs a V4TransformerConfig, got {type(config).__name__}")
+    offset = get_transformer_layer_offset(config, vp_stage) if config.pipeline_model_parallel_size > 1 else 0
+    plan = config.v4_indexer.plan()[offset : offset + get_num_layers_to_build(config, vp_stage)]
+    return TransformerBlockSubmodules([_layer(config, layer) for layer in plan], layer_norm=RMSNorm)
+
+
+def _layer(config, layer):
+    attention = ModuleSpec(
+        V4SelfAttention,
+        params={"layer": layer, "attention": config.v4_attention},
+        submodules=V4SelfAttentionSubmodules(),
+    )
+    return ModuleSpec(
+        TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=get_mlp_module_spec_for_backend(LocalSpecProvider()),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def build_gpt_model(
+    model, attention, indexer, *, vocab_size, sequence_length, tensor_parallel, sequence_parallel, seed
+):
+    """Megatron's GPTModel with V4 layers, fp32; parallel state must be initialised.
+
+    Args:
+        model: mapping with hidden_size, num_layers, ffn_hidden_size.
+        attention: `AttentionConfig`. indexer: `IndexerConfig`.
+        vocab_size: tokens, divisible by tensor_parallel.
+        sequence_length: longest sequence, tokens.
+        seed: of the weights; the same weights for every division over ranks.
+
+    Raises:
+        ValueError: sizes that do not divide over the ranks.
+    """
+    for name, size in (("vocab_size", vocab_size), ("model.ffn_hidden_size", model["ffn_hidden_size"])):
+        if size % tensor_parallel:
+            raise ValueError(f"{name} {size} does not divide over parallel.tensor {tensor_parallel}")
+    if sequence_parallel and sequence_length % tensor_parallel:
+        raise ValueError(f"sequence length {sequence_length} does not divide over parallel.tensor {tensor_parallel}")
+    config = V4TransformerConfig(
+        v4_indexer=indexer,
+        v4_attention=attention,
+        num_layers=model["num_layers"],
+        hidden_size=model["hidden_size"],
+        ffn_hidden_size=model["ffn_hidden_size"],
+        num_attention_heads=attention.n_heads,
+        kv_channels=attention.head_dim,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        use_cpu_initialization=True,  # whole weights are drawn, then divided: the same for every number of ranks
+        tensor_model_parallel_size=tensor_parallel,
+        sequence_parallel=sequence_parallel and tensor_parallel > 1,
+        perform_initialization=True,
+    )
+    torch.manual_seed(seed)
+    return GPTModel(
+        config,
+        v4_layer_spec(config),
+        vocab_size=vocab_size,
+        max_sequence_length=sequence_length,
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=False,
+    )
+
+
+def _indexers(model):
+    return [module for module in model.modules() if isinstance(module, V4Indexer)]
+
+
+def set_indexer_step(model, step):
+    """Put every indexer of the model in the loss stage of optimizer step `step` (0-based): dense, then sparse."""
+    for indexer in _indexers(model):
+        indexer.set_step(step)
+
+
+def indexer_metrics(model):
+    """Means since the last call over rows and micro-batches, the same on every tensor parallel rank.
+
+    Every rank of the group must call it. Names are those of `diagnostics.Statistics`, averaged over the layers that
+    counted any; `layer_N/name` is the value of the layer with global number N. What was never counted is left out.
+
+    Returns:
+        dict of float; empty for a model without indexers.
+    """
+    indexers = _indexers(model)
+    if not indexers:
+        return {}
+    device = next(indexers[0].parameters()).device
+    empty = torch.zeros(Statistics.size(), device=device)
+    sums = torch.stack([empty if (taken := i.statistics.take()) is None else taken for i in indexers])
+    sums = parallel.sum_over_ranks(sums, indexers[0].tp_group)
+    layers = {i.layer_number: Statistics.means(row) for i, row in zip(indexers, sums.cpu(), strict=True)}
+    names = dict.fromkeys(name for means in layers.values() for name in means)
+    result = {}
+    for name in names:
+        values = {number: means[name] for number, means in layers.items() if name in means}
+        result[name] = sum(values.values()) / len(values)
+        result |= {f"layer_{number}/{name}": value for number, value in values.items()}
+    return result
+
+
+def finalize_gradients(model):
+    """Megatron's own sync of replicated parameters' gradients over the tensor parallel group, for a bare model."""
+    if not hasattr(model, "ddp_config"):
+        model.ddp_config = DistributedDataParallelConfig()  # its flags choose the plain path
+    group = parallel_state.get_tensor_model_parallel_group()
+    _allreduce_non_tensor_model_parallel_grads([model], model.config, group)
