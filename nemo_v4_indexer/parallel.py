@@ -1,6 +1,6 @@
 """Named collectives over an explicit process group; a group of one rank (or None) moves nothing.
 
-Rows are the leading dimension (sequence); where they are sharded, rank i of a group holds rows i * L .. (i + 1) * L - 1.
+Rows are the leading dimension (the sequence). Where they are sharded, rank i of a group holds i * L .. (i + 1) * L - 1.
 """
 
 import torch
