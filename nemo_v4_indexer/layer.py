@@ -174,7 +174,12 @@ class V4Indexer(MegatronModule):
         Returns:
             `Selection`.
         """
-        x, qr, group = x.detach(), qr.detach(), self.tp_group
+        # Nothing differentiates the scores of an evaluated model, whose caller may still have gradients on.
+        with torch.set_grad_enabled(self.training and torch.is_grad_enabled()):
+            return self._select(x.detach(), qr.detach())
+
+    def _select(self, x, qr):
+        group = self.tp_group
         if not self.config.sequence_parallel:
             # Rows that do not divide evenly are scored on every rank.
             group = group if x.shape[0] % group.size() == 0 else None
