@@ -116,7 +116,7 @@ def attention(q, kv, latent, seen, sink, window, scale):
 
 def relative_error(actual, expected):
     """RMS of the difference over RMS of the expectation, in fp64."""
-    actual, expected = actual.double(), expected.double()
+    actual, expected = actual.detach().double(), expected.detach().double()
     return float((actual - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
