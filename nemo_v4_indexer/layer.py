@@ -129,10 +129,14 @@ class V4Indexer(MegatronModule):
         self.dense_stage = self.layer.loss.enabled and step < self.layer.loss.warmup_steps
 
     @property
+    def trainable(self):
+        """Whether the loss may run in training: it is enabled and the indexer is not frozen."""
+        return self.training and self.layer.loss.enabled and any(p.requires_grad for p in self.parameters())
+
+    @property
     def trains(self):
         """Whether a forward now computes the loss."""
-        active = self.training and torch.is_grad_enabled() and self.layer.loss.enabled
-        return active and any(p.requires_grad for p in self.parameters())
+        return torch.is_grad_enabled() and self.trainable
 
     @property
     def collects(self):
@@ -191,7 +195,8 @@ class V4Indexer(MegatronModule):
         limits = visibility.row_limits(positions, self.layer.compress_ratio, k.shape[0])
         limits = visibility.batched_limits(*limits, batch, rows, k.shape[0])
         selection = Selection(q, k, weights, limits, group)
-        if not (self.dense_stage and self.trains):
+        # Gradients on or off must not matter here: recomputation runs the same forward both ways.
+        if not (self.dense_stage and self.trainable):
             ratio, topk = self.layer.compress_ratio, self.layer.topk
             scores, own = V4IndexerFunction.apply(q, k, weights, ratio, topk, None, limits, self.options)
             selection.scores, selection.own_indices = scores, own
