@@ -6,6 +6,7 @@ Two ways. Sparse: time and memory per selected pair, dk added in L2 in an order 
 query and a key tile is multiplied, no atomics, bitwise repeatable; faster where the selection is dense.
 """
 
+import bisect
 import contextlib
 import functools
 import math
@@ -16,12 +17,13 @@ import torch
 from . import runtime
 from .forward import tma_view
 
-DENSE_KEYS_PER_SLOT = {512: 5.4, 1024: 5.4, 2048: 5.4}
-"""Measured on an H200 (H=64, D=128, causal rows): the dense way is faster up to this many keys per slot of top-k."""
+DENSE_KEYS_PER_SLOT = {32: 0, 64: 3, 128: 5}
+"""By head dim: the dense way is the faster one up to this many keys per slot of top-k. Measured on an H200 with 64
+heads and causal rows: K = 512, 1024 and 2048, ratios 1 and 4."""
 
 KEY_TILE = 256  # keys of one tile of the dense way
 SMS = 132  # multiprocessors of the device that the plan assumes where there is none
-_SPARSE_QUERIES = 1024  # below this the dense way's extra launches cost more than they save
+_SPARSE_QUERIES = 2048  # up to here the dense way's launches cost more than it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,9 @@ def slot_capacity(topk: int) -> int:
     return max(64, 1 << (topk - 1).bit_length())
 
 
-def prefers_dense(queries: int, groups: int, topk: int) -> bool:
-    """Whether the dense way is the faster one, by the measured table (nearest top-k at or below)."""
-    widths = [k for k in DENSE_KEYS_PER_SLOT if k <= topk] or [min(DENSE_KEYS_PER_SLOT)]
-    return queries >= _SPARSE_QUERIES and groups <= DENSE_KEYS_PER_SLOT[max(widths)] * topk
+def prefers_dense(queries: int, groups: int, dim: int, topk: int, precise: bool) -> bool:
+    """Whether the dense way is the faster one, by the measured table; a precise one, with half more products, is not."""
+    return not precise and queries > _SPARSE_QUERIES and groups <= DENSE_KEYS_PER_SLOT[dim] * topk
 
 
 def _dense_bytes(queries: int, batches: int, tiles: int, items: int, head_blocks: int, dim: int, topk: int) -> int:
@@ -57,16 +58,17 @@ def _dense_bytes(queries: int, batches: int, tiles: int, items: int, head_blocks
     return batches * queries * per_query + items * (KEY_TILE * dim * 4 + 20) + batches * tiles * 12 + 4
 
 
+@functools.lru_cache(maxsize=4096)
 def plan_backward(
-    queries: int, batch: int, groups: int, heads: int, dim: int, topk: int, deterministic: bool, workspace_bytes: int
+    queries: int, batch: int, groups: int, heads: int, dim: int, topk: int, dense: bool, workspace_bytes: int
 ) -> BackwardPlan:
-    """Choose the way and its chunks from shapes alone.
+    """The launches of one way, from shapes alone.
 
     The dense way keeps to workspace_bytes by chunks of the batch, then of the queries; it needs 64 queries' worth and
     one partial result per tile of 256 keys at least, and takes that much where the budget is smaller.
     """
     slots = slot_capacity(topk)
-    if not deterministic and not prefers_dense(queries, groups, topk):
+    if not dense:
         return BackwardPlan("sparse", slots)
     tiles = -(-groups // KEY_TILE)
     head_blocks = -(-heads // 64)
@@ -78,35 +80,40 @@ def plan_backward(
     def size(batches, length):
         return _dense_bytes(length, batches, tiles, items(batches, length), head_blocks, dim, topk)
 
-    batches = batch
+    batches, length = batch, queries
     while batches > 1 and size(batches, min(queries, 4096)) > workspace_bytes:
         batches = -(-batches // 2)
-    length = queries
-    while length > 64 and size(batches, length) > workspace_bytes:
-        length = max(64, -(-length // 2 // 64) * 64) if length > 128 else 64
-    if length < queries:  # the halving stops short: take what fits
-        while length + 64 < queries and size(batches, length + 64) <= workspace_bytes:
-            length += 64
-        chunks = -(-queries // length)
-        length = min(length, -(-queries // chunks // 64) * 64)
+    if size(batches, queries) > workspace_bytes:
+        units = range(1, -(-queries // 64))  # chunks of whole 64 queries; how many fit grows with the budget
+        fitting = bisect.bisect_right(units, workspace_bytes, key=lambda n: size(batches, 64 * n))
+        chunks = -(-queries // (64 * max(1, fitting)))
+        length = min(queries, -(-queries // (64 * chunks)) * 64)  # even chunks
     return BackwardPlan("dense", slots, length, batches, items(batches, length), size(batches, length))
 
 
-@functools.cache
-def kernel(name: str, *arguments):
-    """A compiled program: ("sparse", slots, H, D, precise), ("query_side", slots, H, D), ("key_side", H, D, precise),
+def program(name: str, *arguments):
+    """The TileLang program ("sparse", slots, H, D, precise), ("query_side", slots, H, D), ("key_side", H, D, precise),
     ("plan",) or ("reduce", D)."""
     runtime.load_tilelang()
-    from . import bwd_common, bwd_plan, score_bwd_dense, score_bwd_sparse
+    from . import bwd_plan, score_bwd_dense, score_bwd_sparse
 
-    build = {
+    builders = {
         "sparse": score_bwd_sparse.build_sparse,
         "query_side": score_bwd_dense.build_query_side,
         "key_side": score_bwd_dense.build_key_side,
         "plan": bwd_plan.build_plan,
         "reduce": bwd_plan.build_reduce,
-    }[name]
-    return runtime.compile_kernel(build(*arguments), bwd_common.PASS_CONFIGS)
+    }
+    return builders[name](*arguments)
+
+
+@functools.cache
+def kernel(name: str, *arguments):
+    """`program`, compiled."""
+    built = program(name, *arguments)
+    from . import bwd_common
+
+    return runtime.compile_kernel(built, bwd_common.PASS_CONFIGS)
 
 
 def prebuild(heads: int, dim: int, topk: int) -> int:
@@ -202,14 +209,13 @@ def backward(
     dw = torch.empty((s, b, h), dtype=torch.float32, device=q.device)
     if min(s, b, groups, topk) == 0:
         return dq.zero_(), torch.zeros((groups, b, d), dtype=dk_dtype, device=q.device), dw.zero_().to(w.dtype)
-    plan = plan_backward(s, b, groups, h, d, topk, deterministic, workspace_bytes)
+    dense = deterministic or prefers_dense(s, groups, d, topk, precise)
+    plan = plan_backward(s, b, groups, h, d, topk, dense, workspace_bytes)
     if not ordered:
-        indices, grad = order_selection(
-            indices, grad, groups, merge=plan.way == "dense", workspace_bytes=workspace_bytes
-        )
+        indices, grad = order_selection(indices, grad, groups, merge=dense, workspace_bytes=workspace_bytes)
     q, k = tma_view(q), tma_view(k)
     indices = indices if indices.stride(-1) == 1 or topk == 1 else indices.contiguous()
-    run = _sparse if plan.way == "sparse" else _dense
+    run = _dense if dense else _sparse
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         dk = run(plan, (q, k, w.float(), indices, grad.float()), dq, dw, precise)
     return dq, dk.to(dk_dtype), dw.to(w.dtype)

@@ -18,7 +18,7 @@ from .bwd_common import BF16, F32, HELPERS, I32, I64, ROWS, TILE, Heads, QueryPa
 POLICY = T.GemmWarpPolicy.FullRow
 
 
-def build_sparse(slots: int, heads: int, dim: int, precise: bool, stages: int = 3, blocks: int = 2):
+def build_sparse(slots: int, heads: int, dim: int, precise: bool):
     """Program `(Q, K, W, Index, Grad, dQ, dW, dK, step)`.
 
     Q: [S, B, H, D] bf16, 16-byte rows. K: [G, B, D] bf16, 16-byte rows. W: [S, B, H] fp32, any strides.
@@ -29,6 +29,8 @@ def build_sparse(slots: int, heads: int, dim: int, precise: bool, stages: int = 
     hd = Heads.of(heads)
     parts = QueryParts(hd, dim, slots)
     ntile = slots // TILE
+    # Two CTAs share a multiprocessor's shared memory: long rows leave room for two key stages, the longest for one CTA.
+    stages, blocks = 3 if slots <= 512 else 2, 2 if slots <= 2048 else 1
     S, G, B, K_ = T.dynamic("S"), T.dynamic("G"), T.dynamic("B"), T.dynamic("width")
     key_stride = T.dynamic("Ks0", I64)
 
