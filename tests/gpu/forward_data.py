@@ -56,6 +56,7 @@ def assert_selected(scores, indices, truth, start, end, topk, tolerance=2e-6):
     found = truth.gather(-1, at)
     assert float((scores.double() - found)[taken].abs().max() if bool(taken.any()) else 0.0) <= budget
     worst = found.masked_fill(~taken, float("inf")).amin(-1)
-    chosen = torch.zeros_like(seen).scatter_(-1, at, taken)
-    left = truth.masked_fill(~seen | chosen, float("-inf")).amax(-1)
+    chosen = torch.zeros(*seen.shape[:-1], groups + 1, dtype=torch.bool, device=seen.device)
+    chosen.scatter_(-1, at.masked_fill(~taken, groups), True)
+    left = truth.masked_fill(~seen | chosen[..., :groups], float("-inf")).amax(-1)
     assert bool((left <= worst + 2 * budget).all()), "a better key was left out"

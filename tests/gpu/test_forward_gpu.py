@@ -22,8 +22,10 @@ def test_every_head_count_and_dim(heads, dim):
         for topk in (1, 33):
             scores, indices = forward.forward(q, k, w, start, end, topk)
             assert_selected(scores, indices, truth, start, end, topk)
-            with pytest.raises(AssertionError):
-                assert_selected(scores, (indices + 1).clamp(max=max(groups - 1, 0)), truth, start, end, topk)
+            if rows > 1:  # the comparison can fail
+                shifted = (indices + 1).clamp(max=groups - 1)
+                with pytest.raises(AssertionError):
+                    assert_selected(scores, shifted, truth, start, end, topk)
 
 
 @pytest.mark.parametrize(
