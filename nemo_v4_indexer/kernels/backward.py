@@ -17,13 +17,15 @@ import torch
 from . import runtime
 from .forward import tma_view
 
-DENSE_KEYS_PER_SLOT = {32: 0, 64: 3, 128: 5}
-"""By head dim: the dense way is the faster one up to this many keys per slot of top-k. Measured on an H200 with 64
-heads and causal rows: K = 512, 1024 and 2048, ratios 1 and 4."""
+DENSE_KEYS_PER_SLOT = {32: (0, 0), 64: (2.5, 2), 128: (7, 5)}
+"""Head dim: up to how many keys per slot of top-k the dense way is the faster one, with up to 32 heads and with more.
+Measured on an H200 with causal rows, K = 512, 1024 and 2048, ratios 1 and 4. A narrow D makes the sparse adds cheap."""
 
 KEY_TILE = 256  # keys of one tile of the dense way
 SMS = 132  # multiprocessors of the device that the plan assumes where there is none
-_SPARSE_QUERIES = 2048  # up to here the dense way's launches cost more than it saves
+# Below these the dense way's five launches cost more than they save.
+_DENSE_QUERIES = 2049
+_DENSE_SLOTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,16 @@ class BackwardPlan:
 
 
 def slot_capacity(topk: int) -> int:
-    """Slots that a kernel is built for: a power of two and at least one tile of 64, so that few kernels are built."""
-    return max(64, 1 << (topk - 1).bit_length())
+    """Slots that a kernel is built for: a power of two and at least 128, so that few kernels are built."""
+    return max(128, 1 << (topk - 1).bit_length())
 
 
-def prefers_dense(queries: int, groups: int, dim: int, topk: int, precise: bool) -> bool:
-    """Whether the dense way is the faster one, by the measured table; a precise one, with half more products, is not."""
-    return not precise and queries > _SPARSE_QUERIES and groups <= DENSE_KEYS_PER_SLOT[dim] * topk
+def prefers_dense(queries: int, groups: int, heads: int, dim: int, topk: int, precise: bool) -> bool:
+    """Whether the dense way is the faster one, by the measured table. A precise one is not: it has more products."""
+    if precise or queries < _DENSE_QUERIES or topk < _DENSE_SLOTS:
+        return False
+    few_heads, more = DENSE_KEYS_PER_SLOT[dim]
+    return groups <= (few_heads if heads <= 32 else more) * topk
 
 
 def _dense_bytes(queries: int, batches: int, tiles: int, items: int, head_blocks: int, dim: int, topk: int) -> int:
@@ -209,7 +214,7 @@ def backward(
     dw = torch.empty((s, b, h), dtype=torch.float32, device=q.device)
     if min(s, b, groups, topk) == 0:
         return dq.zero_(), torch.zeros((groups, b, d), dtype=dk_dtype, device=q.device), dw.zero_().to(w.dtype)
-    dense = deterministic or prefers_dense(s, groups, d, topk, precise)
+    dense = deterministic or prefers_dense(s, groups, h, d, topk, precise)
     plan = plan_backward(s, b, groups, h, d, topk, dense, workspace_bytes)
     if not ordered:
         indices, grad = order_selection(indices, grad, groups, merge=dense, workspace_bytes=workspace_bytes)
@@ -228,8 +233,21 @@ def _sparse(plan, inputs, dq, dw, precise):
     return dk
 
 
-def _multiprocessors(device):
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else SMS
+
+
+def _cut(tensor, dim0, dim1):
+    """tensor[dim0, dim1] for ranges (first, past); the tensor itself where they cover it, which costs no view."""
+    for dim, (first, past) in enumerate((dim0, dim1)):
+        if past - first != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, first, past - first)
+    return tensor
+
+
+def _chunks(length, size):
+    return [(lo, min(length, lo + size)) for lo in range(0, length, size)]
 
 
 def _dense(plan, inputs, dq, dw, precise):
@@ -237,26 +255,27 @@ def _dense(plan, inputs, dq, dw, precise):
     s, b, h, d = q.shape
     groups, topk = k.shape[0], indices.shape[-1]
     tiles, width, head_blocks = -(-groups // KEY_TILE), -(-topk // 64) * 64, -(-h // 64)
-    new = functools.partial(torch.empty, device=q.device)
-    dk = new(k.shape, dtype=torch.float32)
-    slots = new((plan.batches * plan.queries, width, 2), dtype=torch.int32)
-    bits = new((head_blocks * plan.batches * plan.queries, width, 8), dtype=torch.uint8)
-    starts = new((plan.batches * plan.queries, tiles + 1), dtype=torch.int32)
-    items = new((plan.items, 5), dtype=torch.int32)
-    first = new((plan.batches * tiles + 1,), dtype=torch.int32)
-    part = new((plan.items, KEY_TILE, d), dtype=torch.float32)
-    sms = _multiprocessors(q.device)
-    for b0 in range(0, b, plan.batches):
-        batch = slice(b0, min(b, b0 + plan.batches))
-        nb = batch.stop - b0
-        for lo in range(0, s, plan.queries):
-            rows = slice(lo, min(s, lo + plan.queries))
-            n = nb * (rows.stop - lo)
-            qc, wc, ic, gc = q[rows, batch], w[rows, batch], indices[batch, rows], grad[batch, rows]
-            kc, span = k[:, batch], torch.zeros((2, nb, tiles), dtype=torch.int32, device=q.device)
-            notes = (slots[:n], bits[: head_blocks * n], starts[:n])
-            kernel("query_side", plan.slots, h, d)(qc, kc, wc, ic, gc, dq[rows, batch], dw[rows, batch], *notes, span)
-            kernel("plan")(span, items, first[: nb * tiles + 1], rows.stop - lo, sms)
-            kernel("key_side", h, d, precise)(qc, wc, *notes, items, part)
-            kernel("reduce", d)(part, first[: nb * tiles + 1], dk[:, batch], int(lo > 0))
+    most, device, i32 = plan.batches * plan.queries, q.device, torch.int32
+    dk = torch.empty(k.shape, dtype=torch.float32, device=device)
+    slots = torch.empty((most, width, 2), dtype=i32, device=device)
+    bits = torch.empty((head_blocks * most, width, 8), dtype=torch.uint8, device=device)
+    starts = torch.empty((most, tiles + 1), dtype=i32, device=device)
+    items = torch.empty((plan.items, 5), dtype=i32, device=device)
+    first = torch.empty((plan.batches * tiles + 1,), dtype=i32, device=device)
+    part = torch.empty((plan.items, KEY_TILE, d), dtype=torch.float32, device=device)
+    for batch in _chunks(b, plan.batches):
+        nb = batch[1] - batch[0]
+        keys, dk_part = _cut(k, (0, groups), batch), _cut(dk, (0, groups), batch)
+        first_part = first[: nb * tiles + 1]
+        for rows in _chunks(s, plan.queries):
+            n = nb * (rows[1] - rows[0])
+            q_part, w_part, dq_part, dw_part = (_cut(t, rows, batch) for t in (q, w, dq, dw))
+            picked = _cut(indices, batch, rows), _cut(grad, batch, rows)
+            notes = (slots, bits, starts) if n == most else (slots[:n], bits[: head_blocks * n], starts[:n])
+            span = torch.zeros((2, nb, tiles), dtype=i32, device=device)
+            query_side = kernel("query_side", plan.slots, h, d)
+            query_side(q_part, keys, w_part, *picked, dq_part, dw_part, *notes, span)
+            kernel("plan")(span, items, first_part, rows[1] - rows[0], _multiprocessors(device))
+            kernel("key_side", h, d, precise)(q_part, w_part, *notes, items, part)
+            kernel("reduce", d)(part, first_part, dk_part, int(rows[0] > 0))
     return dk
