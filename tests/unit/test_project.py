@@ -182,10 +182,7 @@ def test_constraints_meet_the_requirements():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
     pinned = dict(line.lower().replace("_", "-").split("==") for line in lines)
     settings = project()
-    for text in [
-        *settings["dependencies"],
-        *(item for extra in settings["optional-dependencies"].values() for item in extra),
-    ]:
+    for text in sum(settings["optional-dependencies"].values(), settings["dependencies"]):
         requirement = Requirement(text)
         assert requirement.specifier.contains(pinned[requirement.name.lower()]), text
 
