@@ -99,7 +99,7 @@ class V4IndexerFunction(torch.autograd.Function):
                 indices = topk_indices.masked_fill(~valid, -1).to(torch.int32)
                 scores = gather(index_q, index_k, weights, start, end, indices)
         ctx.save_for_backward(index_q, index_k, weights, indices)
-        ctx.backend, ctx.options = backend, options
+        ctx.backend, ctx.options, ctx.ordered = backend, options, topk_indices is None
         ctx.mark_non_differentiable(indices)
         return scores, indices
 
@@ -108,11 +108,18 @@ class V4IndexerFunction(torch.autograd.Function):
     def backward(ctx, grad_scores, grad_indices):
         q, k, w, indices = ctx.saved_tensors
         *_, backward = _implementation(ctx.backend)
-        deterministic = ctx.options.deterministic
+        options = ctx.options
+        deterministic = options.deterministic
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
+        how = {
+            "deterministic": deterministic,
+            "precise": options.precise,
+            "ordered": ctx.ordered,
+            "workspace_bytes": options.workspace_mib * 2**20,
+        }
         with torch.autocast(q.device.type, enabled=False):
-            grads = backward(q, k, w, indices, grad_scores, deterministic=deterministic, precise=ctx.options.precise)
+            grads = backward(q, k, w, indices, grad_scores, **how)
         return *grads, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
