@@ -224,8 +224,8 @@ inline void Block::submit(std::function<void()> operation) {
 }
 
 inline void Block::run_one_operation() {
-  // Copies may complete in any order; the random timing uses that.
-  size_t pick = options_.timing == Timing::random ? random_.below(operations_.size()) : 0;
+  // Copies may complete in any order. Newest first leaves the oldest, which most code has long waited for, to the end.
+  size_t pick = options_.timing == Timing::random ? random_.below(operations_.size()) : operations_.size() - 1;
   auto operation = std::move(operations_[pick]);
   operations_.erase(operations_.begin() + pick);
   operation();
@@ -252,15 +252,19 @@ inline void Block::report_deadlock() {
 
 inline void Block::schedule(std::vector<int>& turn) {
   while (true) {
+    uint64_t resting = 0;  // a random half of the warps sits a round out, so that warps drift apart
     if (options_.order == Order::random) {
       for (size_t i = turn.size(); i > 1; --i) {
         std::swap(turn[i - 1], turn[random_.below(i)]);
       }
+      resting = random_.next();
     }
     bool progress = false;
     for (int thread : turn) {
       if (fibers_[thread].state == State::ready) {
-        resume(thread);
+        if (!(resting >> (thread / 32) & 1)) {
+          resume(thread);
+        }
         progress = true;
       }
     }
