@@ -98,6 +98,7 @@ class LayerConfig:
     workspace_mib: int
     deterministic: bool | None
     precise: bool
+    balance_rows: bool | None
     loss: LossConfig
 
     @property
@@ -138,6 +139,8 @@ class IndexerConfig(ConfigBase):
     )
     """Bitwise repeatable gradients."""
     precise: bool = field(default=False, metadata=by(flag()))
+    balance_rows: bool | None = field(default=None, metadata=by(flag(allow_none="where a cost model says it pays")))
+    """Give tensor parallel ranks query rows of even work, not consecutive ones (whose last rank does up to twice the mean)."""
     """Gradients at fp32-like instead of bf16 accuracy, at some cost in speed."""
     loss: LossConfig = field(default_factory=LossConfig, metadata=by(nested(LossConfig)))
 
@@ -191,6 +194,7 @@ class IndexerConfig(ConfigBase):
             workspace_mib=self.workspace_mib,
             deterministic=self.deterministic,
             precise=self.precise,
+            balance_rows=self.balance_rows,
             loss=self.loss,
         )
 

@@ -27,6 +27,7 @@ from nemo_v4_indexer.diagnostics import Statistics
 from nemo_v4_indexer.layer import V4Indexer, collecting
 from nemo_v4_indexer.modules import RMSNorm
 from nemo_v4_indexer.ops.loss import set_loss_scale
+from nemo_v4_indexer.sharding import CP_LAYOUTS
 
 __all__ = [
     "V4TransformerConfig",
@@ -51,8 +52,12 @@ class V4TransformerConfig(TransformerConfig):
     """`IndexerConfig`, or the mapping that makes one."""
     v4_attention: Any = None
     """`AttentionConfig`, or the mapping that makes one."""
+    cp_layout: str = "zigzag"
+    """Rows of context parallel ranks: "zigzag" (Megatron's batches) or "contiguous"."""
 
     def __post_init__(self):
+        if self.cp_layout not in CP_LAYOUTS:
+            raise ValueError(f"cp_layout must be one of {', '.join(CP_LAYOUTS)}, got {self.cp_layout!r}")
         for name, kind in (("v4_indexer", IndexerConfig), ("v4_attention", AttentionConfig)):
             value = getattr(self, name)
             if value is None:
@@ -114,7 +119,17 @@ def _layer(config, layer):
 
 
 def build_gpt_model(
-    model, attention, indexer, *, vocab_size, sequence_length, tensor_parallel, sequence_parallel, seed
+    model,
+    attention,
+    indexer,
+    *,
+    vocab_size,
+    sequence_length,
+    tensor_parallel=1,
+    sequence_parallel=False,
+    context_parallel=1,
+    cp_layout="zigzag",
+    seed=0,
 ):
     """Megatron's GPTModel with V4 layers, fp32; parallel state must be initialised.
 
@@ -152,6 +167,8 @@ def build_gpt_model(
         use_cpu_initialization=True,  # whole weights are drawn, then divided: the same for every number of ranks
         tensor_model_parallel_size=tensor_parallel,
         sequence_parallel=sequence_parallel and tensor_parallel > 1,
+        context_parallel_size=context_parallel,
+        cp_layout=cp_layout,
         perform_initialization=True,
     )
     torch.manual_seed(seed)
