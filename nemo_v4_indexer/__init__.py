@@ -12,7 +12,7 @@ _PUBLIC = {
     "LayerConfig": "config",
     "AttentionConfig": "config",
     "v4_lighting_indexer": "ops.indexer",
-    "v4_lighting_indexer_varlen": "ops.indexer",
+    "v4_lighting_indexer_sample": "ops.indexer",
     "V4IndexerFunction": "ops.indexer",
     "pytorch_extract_topk_scores": "ops.indexer",
     "indexer_kl_loss": "ops.loss",

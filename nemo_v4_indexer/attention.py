@@ -1,7 +1,7 @@
 """DeepSeek-V4's self-attention: sliding window, selected compressed entries and a sink in one softmax.
 
 S tokens of the sequence, L tokens this rank holds, Q query rows of its heads, P query rows its indexer scores, B batch,
-N attention heads of this rank, C latent dim, G compressed entries, K top-k, R sampled rows.
+N attention heads of this rank, C latent dim, G compressed entries, K top-k.
 
 One latent per token is key and value of every head. Heads (and the groups of the output projection) are divided over
 the tensor parallel ranks; token latents, compressed entries and the indexer's selection are the same on each.
@@ -20,14 +20,15 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
-from nemo_v4_indexer import parallel, reference, rotary, sharding
+from nemo_v4_indexer import parallel, rotary, sharding
 from nemo_v4_indexer.compressor import V4Compressor
 from nemo_v4_indexer.config import RopeConfig
 from nemo_v4_indexer.diagnostics import SAMPLED_ROWS
 from nemo_v4_indexer.layer import V4Indexer
 from nemo_v4_indexer.modules import Float32Module, ReplicatedLinear, RMSNorm
 from nemo_v4_indexer.ops.loss import attach_loss
-from nemo_v4_indexer.ops.sparse_attention import Entries, attention_mass, sparse_attention
+from nemo_v4_indexer.ops.sparse_attention import Entries, sparse_attention
+from nemo_v4_indexer.teacher import Teacher
 
 
 @dataclass
@@ -53,65 +54,14 @@ class Sink(Float32Module):
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
 
-class Teacher:
-    """The main attention as the indexer's teacher: its mass on compressed entries, summed over all heads. No gradient.
-
-    Args:
-        q: [Q, B, N, C] and denominator: fp32 [B, N, Q], of this rank's heads, as `sparse_attention` used and gave it.
-        entries: `Entries` the attention used. scale: of its logits.
-        shards: `Sharding` of the rows. tp_group: ranks the heads are divided over.
-        compress_ratio: r. workspace_bytes: bound on the intermediates of one chunk of rows.
-    """
-
-    def __init__(self, q, denominator, entries, scale, shards, tp_group, compress_ratio, workspace_bytes):
-        self.q, self.denominator, self.entries, self.scale = q.detach(), denominator, entries, scale
-        self.shards, self.tp_group, self.workspace_bytes = shards, tp_group, workspace_bytes
-        batch, groups = q.shape[1], entries.latent.shape[0]
-        self.tokens = shards.sequence * batch
-        """Tokens of the whole sequence and batch."""
-        self.rows = shards.rows_with_keys(compress_ratio, groups, batch, q.device)
-        """Rows of the whole sequence and batch that see a key; scalar tensor."""
-
-    def _mass(self, rows, entries):
-        """Mass [B, R, K or G] that this rank's heads put on the entries, at the given query rows."""
-        indices = None if entries.indices is None else entries.indices[:, rows]
-        part = Entries(entries.latent, indices, entries.start[:, rows], entries.end[:, rows])
-        return attention_mass(self.q[rows], self.denominator[..., rows], part, self.scale)
-
-    def _own_mass(self, lo, hi):
-        """Mass of the rows lo .. hi - 1 of those this rank scores, over all heads."""
-        share = self.shards.share
-        ranks = [dataclasses.replace(share, rank=rank) for rank in range(share.size)]
-        mass = self._mass(torch.cat([rank.positions(self.q.device)[lo:hi] for rank in ranks]), self.entries)
-        if self.shards.share_group is None:
-            return parallel.sum_over_ranks(mass, self.tp_group)
-        return parallel.sum_to_owners(mass, self.shards.share_group)
-
-    def visible_mass(self, lo, hi):
-        """[B, hi - lo, G]. Of scored rows, over every visible entry; the attention must have used all of them."""
-        return self._own_mass(lo, hi)
-
-    def selected_mass(self):
-        """[B, P, K]. Of scored rows, at the selected entries."""
-        size = self.shards.share.size
-        rows, b, n, c = self.q.shape
-        bytes_per_row = size * b * self.entries.width * (8 * n + c * self.q.element_size())
-        chunks = reference.chunk_rows(rows // size, bytes_per_row, self.workspace_bytes)
-        return torch.cat([self._own_mass(lo, hi) for lo, hi in chunks], dim=1)
-
-    def sampled_mass(self, rows):
-        """[B, R, G]. Of sampled query rows, over every visible entry; the same on every tensor parallel rank."""
-        return parallel.sum_over_ranks(self._mass(rows, self.entries._replace(indices=None)), self.tp_group)
-
-
 class V4SelfAttention(MegatronModule):
     """Self-attention of one layer: "window", "sparse" (with an indexer) or "heavy" (all compressed entries).
 
     Args:
         config: TransformerConfig.
         submodules: `V4SelfAttentionSubmodules`, or None for the defaults.
-        layer_number: global, 1-based.
-        layer: `LayerConfig`; its layer_number must agree.
+        layer_number: global, 1-based (Megatron's own numbering for MTP layers).
+        layer: `LayerConfig`; its layer_number must agree, but for MTP layers.
         attention: `AttentionConfig`.
         pg_collection: process groups, of which `tp` is read.
 
@@ -124,7 +74,7 @@ class V4SelfAttention(MegatronModule):
         submodules = submodules or V4SelfAttentionSubmodules()
         tp = pg_collection.tp
         _check(config, layer_number, layer, attention, tp.size())
-        self.layer, self.attention, self.layer_number = layer, attention, layer_number
+        self.layer, self.attention, self.layer_number = layer, attention, layer.layer_number
         self.pg, self.tp_group = pg_collection, tp
         self.heads, self.groups = attention.n_heads // tp.size(), attention.o_groups // tp.size()
         # A raw token is its own entry where the ratio is 1; a window would count it twice.
@@ -161,7 +111,7 @@ class V4SelfAttention(MegatronModule):
                 submodules.indexer,
                 config,
                 None,
-                layer_number,
+                layer.layer_number,
                 layer=layer,
                 q_lora_rank=rank,
                 pg_collection=pg_collection,
@@ -256,7 +206,7 @@ class V4SelfAttention(MegatronModule):
         return Entries(compressed, indices, *limits), selection
 
     def _attend(self, q, latent, entries, shards):
-        """Attention of this rank's query rows, run by run of consecutive ones: out [Q, B, N, C], denominator [B, N, Q]."""
+        """Attention of this rank's query rows, one run of consecutive ones at a time: as `sparse_attention`."""
         first_keys = None if shards.documents is None else shards.documents.starts()
         outs, place = [], 0
         for start, stop in shards.queries.own:
@@ -322,7 +272,7 @@ def _cu_seqlens(packed_seq_params):
 
 
 def _check(config, layer_number, layer, attention, tensor_parallel):
-    if layer.layer_number != layer_number:
+    if layer.layer_number != layer_number and not layer.is_mtp:  # Megatron numbers MTP layers from 1 again
         raise ValueError(f"layer {layer_number} was given the settings of layer {layer.layer_number}")
     for name in ("n_heads", "o_groups"):
         value = getattr(attention, name)

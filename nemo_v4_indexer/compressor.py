@@ -10,7 +10,7 @@ through channels [0, D) and its own through channels [D, 2D); group 0 has no pre
 
 import torch
 
-from nemo_v4_indexer import parallel, rotary, sharding, visibility
+from nemo_v4_indexer import rotary, sharding, visibility
 from nemo_v4_indexer.modules import Float32Linear, Float32Module, RMSNorm
 
 

@@ -71,7 +71,7 @@ class Selection:
     q: [P, B, H, D]; k: [G, B, D]; weights: fp32 [P, B, H]. Of own rows.
     limits: (start, end), int32 [B, P]. Of own rows.
     scores: fp32 [B, P, K]; own_indices: int32 [B, P, K]. None in the dense stage.
-    indices: int32 [B, Q, K], of all query rows of this rank's heads. None in the dense stage: all visible are attended to.
+    indices: int32 [B, Q, K], of all query rows of this rank's heads. None in the dense stage: attend to all visible.
     """
 
     q: torch.Tensor
@@ -124,6 +124,12 @@ class V4Indexer(MegatronModule):
             # No other gradient reaches these parameters, and optimizers that wait for one would hang.
             self.requires_grad_(False)
 
+    @property
+    def sequence_ranks(self):
+        """Group of the ranks that divide a sequence: tensor and context parallel."""
+        split = parallel.group_size(getattr(self.groups, "cp", None)) > 1
+        return self.groups.tp_cp if split else self.tp_group
+
     def set_step(self, step):
         """Choose the loss stage of the optimizer step `step` (0-based): dense for the first warmup_steps."""
         self.dense_stage = self.layer.loss.enabled and step < self.layer.loss.warmup_steps
@@ -164,7 +170,7 @@ class V4Indexer(MegatronModule):
         """Queries, keys and head weights; the entry that Megatron's DSAttention calls (ratio 1).
 
         Args:
-            x: [L, B, hidden]; qr: [L, B, q_lora_rank]. This rank's rows under sequence or context parallelism, else all.
+            x: [L, B, hidden]; qr: [L, B, q_lora_rank]. Rows this rank holds.
 
         Returns:
             q [L, B, H, D], k [G, B, D], weights fp32 [L, B, H].
@@ -199,12 +205,18 @@ class V4Indexer(MegatronModule):
         Returns:
             `Selection`.
         """
-        x, qr = x.detach(), qr.detach()
         shards = shards or self.shard(x.shape[0])
+        # Nothing differentiates the scores of an evaluated model, whose caller may still have gradients on.
+        with torch.set_grad_enabled(self.training and torch.is_grad_enabled()):
+            return self._select(x.detach(), qr.detach(), shards)
+
+    def _select(self, x, qr, shards):
         if self.config.sequence_parallel or shards.share_group is None:
             k = self._keys(x, shards.held, shards.held_group, shards.documents)
             weights = self._head_weights(x)
-            qr, weights = (sharding.redistribute(t, shards.held, shards.scored, shards.held_group) for t in (qr, weights))
+            qr, weights = (
+                sharding.redistribute(t, shards.held, shards.scored, shards.held_group) for t in (qr, weights)
+            )
         else:  # every tensor parallel rank holds all rows: each takes its share
             own = shards.share.positions(x.device)
             x, qr = x[own], qr[own]

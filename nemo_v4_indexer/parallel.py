@@ -91,7 +91,7 @@ def own_rows(x, group):
 
 
 def gather_uneven_rows(x, counts, group):
-    """As `gather_rows` where rank i holds counts[i] rows (known on every rank): [counts[rank], ...] -> [sum, ...]."""
+    """As `gather_rows` where rank i holds counts[i] rows, which every rank knows: [L, ...] -> [sum(counts), ...]."""
     if group_size(group) == 1:
         return x
     widest = max(counts)

@@ -147,10 +147,12 @@ def backward(q, k, w, indices, grad, *, deterministic=None, precise=True, worksp
         g = grad[:, lo:hi].to(dtype).masked_fill(~valid, 0)[:, :, None]
         keys = _gathered(k, part, valid, dtype)
         queries, weights = q[lo:hi].to(dtype), w[lo:hi].to(dtype).permute(1, 0, 2)[..., None]
-        products = torch.einsum("sbhd,bskd->bshk", queries, keys)
+        # 0 * NaN is NaN: a bad query or weight must not reach empty slots, which would add to key 0, nor empty rows.
+        weights = weights.masked_fill(~valid.any(-1)[..., None, None], 0)
+        products = torch.einsum("sbhd,bskd->bshk", queries, keys).masked_fill_(~valid[:, :, None], 0)
         m = g * (products > 0)
         dw[lo:hi] = (g * products.relu()).sum(-1).permute(1, 0, 2)
         dq[lo:hi] = (weights * torch.einsum("bshk,bskd->bshd", m, keys)).permute(1, 0, 2, 3)
-        rows = torch.einsum("bshk,sbhd->bskd", m * weights, queries)
+        rows = torch.einsum("bshk,sbhd->bskd", m * weights, queries).masked_fill_(~valid[..., None], 0)
         dk.index_add_(0, (part.clamp(min=0) + offset).flatten(), rows.flatten(0, 2))
     return dq, dk.view(b, groups, d).permute(1, 0, 2).to(k.dtype), dw

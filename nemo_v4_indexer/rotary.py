@@ -42,7 +42,7 @@ def rotary_table(positions, rope, inverse=False):
 
 def rotate_interleaved(x, table):
     """Turn the pairs (2i, 2i + 1) of the LAST rotary dims; x: [S, ..., D], computed in fp32, returned in x's dtype."""
-    cos, sin = (t.view(t.shape[0], *[1] * (x.dim() - 2), -1) for t in table)
+    cos, sin = (t.view(t.shape[0], *[1] * (x.dim() - 2), t.shape[1]) for t in table)
     dim = 2 * cos.shape[-1]
     plain, turned = x[..., :-dim], x[..., -dim:].float()
     a, b = turned[..., 0::2], turned[..., 1::2]
@@ -52,7 +52,7 @@ def rotate_interleaved(x, table):
 
 def rotate_half_split(x, table):
     """Turn the pairs (i, i + R / 2) of the FIRST rotary dims (DeepSeek-V3.2's indexer); x: [S, ..., D]."""
-    cos, sin = (t.view(t.shape[0], *[1] * (x.dim() - 2), -1) for t in table)
+    cos, sin = (t.view(t.shape[0], *[1] * (x.dim() - 2), t.shape[1]) for t in table)
     dim = 2 * cos.shape[-1]
     a, b = x[..., :dim].float().chunk(2, dim=-1)
     turned = torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)

@@ -7,11 +7,11 @@ S query rows, B batch, H index heads, D index head dim, G keys, R rows of this l
 bf16 products accumulated in fp32, everything after them in fp32; relu keeps NaN. A score depends on its row and key
 alone, bit for bit: not on the launch, the block of rows, or the limits.
 
-How: persistent blocks, longest rows first. A block takes 256 / H query rows: their 256 (row, head) pairs are the columns
-of a wgmma whose 64 rows are keys, so the sum over heads stays inside four neighbouring lanes. Two warpgroups take the key
-tiles in turn: one multiplies while the other sums; a warpgroup may start its product once the other's is half done, which
-keeps the tensor cores fed and the two out of step. A third warpgroup copies keys, the next block's queries and weights,
-and finds the range of keys that its rows need.
+How: persistent blocks, longest rows first. A block takes 256 / H query rows: their 256 (row, head) pairs are the
+columns of a wgmma whose 64 rows are keys, so the sum over heads stays inside four neighbouring lanes. Two warpgroups
+take the key tiles in turn: one multiplies while the other sums; a warpgroup may start its product once the other's is
+half done, which keeps the tensor cores fed and the two out of step. A third warpgroup copies keys, the next rows'
+queries and weights, and finds the range of keys that they need.
 """
 
 import tilelang

@@ -102,13 +102,14 @@ class _DenseKL(torch.autograd.Function):
         sums = torch.zeros(2, dtype=torch.float32, device=q.device)
         for lo, hi in reference.chunk_rows(s, b * groups * (8 * h + 32), workspace_bytes):
             mass = teacher(lo, hi)
-            with torch.enable_grad():
-                leaves = [t.detach().to(dtype).requires_grad_() for t in (q[lo:hi], k, w[lo:hi])]
-                scores = reference.scores(*leaves)
-            valid = visibility.visible(start[:, lo:hi], end[:, lo:hi], groups)
-            kl, uniform, gradient = _row_terms(scores.detach(), valid, mass)
+            with torch.autocast(q.device.type, enabled=False):
+                with torch.enable_grad():
+                    leaves = [t.detach().to(dtype).requires_grad_() for t in (q[lo:hi], k, w[lo:hi])]
+                    scores = reference.scores(*leaves)
+                valid = visibility.visible(start[:, lo:hi], end[:, lo:hi], groups)
+                kl, uniform, gradient = _row_terms(scores.detach(), valid, mass)
+                part = torch.autograd.grad(scores, leaves, (gradient * scale).to(dtype))
             sums += torch.stack([kl.sum(), uniform.sum()])
-            part = torch.autograd.grad(scores, leaves, (gradient * scale).to(dtype))
             dq[lo:hi], dw[lo:hi] = part[0], part[2]
             dk += part[1]
         ctx.save_for_backward(dq, dk.to(k.dtype), dw)

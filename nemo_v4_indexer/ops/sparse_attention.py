@@ -8,9 +8,11 @@ S tokens, B batch, N attention heads (of this rank), C latent dim, G compressed 
 one chunk at a time, in backward too.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nemo_v4_indexer import reference, visibility
@@ -46,6 +48,8 @@ def _entry_logits(q, entries, scale):
         logits = torch.einsum("sbnc,gbc->bnsg", q, latent)
     else:
         valid = entries.indices >= 0
+        if latent.shape[0] == 0:  # a sequence shorter than the ratio: empty slots still read a row
+            latent = F.pad(latent, (0, 0, 0, 0, 0, 1))
         batch = torch.arange(latent.shape[1], device=latent.device)[:, None, None]
         rows = latent[entries.indices.clamp(min=0).long(), batch]
         logits = torch.einsum("sbnc,bskc->bnsk", q, rows)
@@ -79,11 +83,19 @@ def _attend(q, kv, first_query, first_key, entries, sink, window, scale, first_k
     return out, denominator.detach()
 
 
-def _bytes_per_row(q, entries, window):
+def _bytes_per_row(q, entries, window, workspace_bytes):
+    """Intermediates per row of the longest chunk of rows that fits the workspace.
+
+    A chunk of m rows reads m + window - 1 window keys, so its bytes are m * (row + key * m): the m that fills the
+    workspace solves a quadratic equation.
+    """
     _, b, n, c = q.shape
-    width = entries.width if entries is not None else 0
-    gathered = width * c * q.element_size() if entries is not None and entries.indices is not None else 0
-    return b * (gathered + 12 * n * (2 * window + width))
+    key = 12 * b * n
+    row = key * window
+    if entries is not None:
+        gathered = 0 if entries.indices is None else b * c * q.element_size()
+        row += (key + gathered) * entries.width
+    return (row + math.isqrt(row**2 + 4 * key * workspace_bytes)) // 2 if window else row
 
 
 def sparse_attention(
@@ -104,7 +116,7 @@ def sparse_attention(
         out: [S, B, N, C], dtype of q. denominator: fp32 [B, N, S], log of the softmax denominator, without gradient.
     """
     outs, denominators = [], []
-    chunks = reference.chunk_rows(q.shape[0], _bytes_per_row(q, entries, window), workspace_bytes)
+    chunks = reference.chunk_rows(q.shape[0], _bytes_per_row(q, entries, window, workspace_bytes), workspace_bytes)
     for lo, hi in chunks:
         first_query, last_query = first_position + lo, first_position + hi
         first_key = max(0, first_query - window + 1)

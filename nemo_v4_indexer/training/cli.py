@@ -153,14 +153,16 @@ def _names(folder: Path | None) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide what Megatron and PyTorch say at import about packages that this application does without."""
-    extension = logging.getLogger("torch.utils.cpp_extension")
-    level = extension.level
+    """Hide what Megatron and PyTorch say about packages that this application does without, and about GPTModel."""
+    loggers = [logging.getLogger(name) for name in ("torch.utils.cpp_extension", "megatron.core.models.gpt.gpt_model")]
+    levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         for message in (".*Transformer Engine.*", ".*[Aa]pex.*", ".*absl.logging.*", ".*full scope is deprecated.*"):
             warnings.filterwarnings("ignore", message=message)
-        extension.setLevel(logging.ERROR)
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
         try:
             yield
         finally:
-            extension.setLevel(level)
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

@@ -115,10 +115,24 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PretrainConfig:
-    """Everything one run needs. `model` holds the plain sizes that the model builder takes, without its attention."""
+class ModelConfig:
+    """Sizes around the attention."""
 
-    model: Mapping[str, Any]
+    hidden_size: int
+    num_layers: int
+    ffn_hidden_size: int
+    num_mtp_layers: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("model", self, 1, "hidden_size", "num_layers", "ffn_hidden_size")
+        _at_least("model", self, 0, "num_mtp_layers")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainConfig:
+    """Everything one run needs."""
+
+    model: ModelConfig
     attention: AttentionConfig
     indexer: IndexerConfig
     data: DataConfig
@@ -150,7 +164,7 @@ class PretrainConfig:
         attention = _library_section(AttentionConfig, model, "attention", "model.")
         del model["attention"]
         return cls(
-            model=model,
+            model=_dataclass(ModelConfig, model, "model"),
             attention=attention,
             indexer=_library_section(IndexerConfig, values, "indexer"),
             data=_dataclass(DataConfig, _section(values, "data"), "data"),

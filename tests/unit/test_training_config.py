@@ -21,8 +21,7 @@ def configured(*overrides):
 def test_defaults_are_complete():
     config = configured()
     assert config.engine == "embedded" and config.parallel.tensor == 1
-    assert config.indexer.num_layers == config.model["num_layers"]
-    assert "attention" not in config.model
+    assert config.indexer.num_layers == config.model.num_layers
 
 
 def test_tiny_selection_is_a_real_restriction():
@@ -84,6 +83,8 @@ def test_single_layer_override_needs_no_plus():
         ("model.attention.n_heads=3", ["model.attention.o_groups", "n_heads"]),
         ("nonsense", ["nonsense", "key=value"]),
         ("output_dir=''", ["output_dir"]),
+        ("model.ffn_hidden_size=null", ["model.ffn_hidden_size", "an integer", "None"]),
+        ("+model.heads=4", ["model.heads", "hidden_size"]),
     ],
 )
 def test_mistakes_end_in_one_sentence(override, said, capsys):

@@ -5,6 +5,7 @@ Megatron's own schedules, optimizer and clipping insist on CUDA; this loop keeps
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_v4_indexer.ops.indexer import resolve_backend
 from nemo_v4_indexer.training import checkpoint, curves, step
 from nemo_v4_indexer.training.config import PretrainConfig
 from nemo_v4_indexer.training.cpu_host import megatron_on
@@ -23,6 +25,9 @@ from nemo_v4_indexer.training.interrupt import StopRequest
 from nemo_v4_indexer.training.metrics import MetricsFile
 from nemo_v4_indexer.training.report import Progress, summary
 from nemo_v4_indexer.training.world import World, joined
+
+# In every record, null when not measured: no layer has an indexer, or the dense stage selects nothing.
+_ALWAYS = ("lm_loss", "indexer_loss", "recall", "recall_random")
 
 
 def run(config: PretrainConfig, resolved: Mapping[str, Any], resolved_yaml: str) -> int:
@@ -64,10 +69,19 @@ class _Run:
         from nemo_v4_indexer.integrations import megatron as host
 
         config = self.config
+        if config.model.num_mtp_layers:
+            raise UsageError(
+                "model.num_mtp_layers must be 0: the embedded engine trains no multi-token-prediction layers, "
+                f"got {config.model.num_mtp_layers}"
+            )
         torch.manual_seed(config.train.seed)
         try:
+            for layer in (layer for layer in config.indexer.plan() if layer.has_indexer):
+                # A backend that cannot run is refused before the first step.
+                rows = torch.empty(0, 1, layer.n_heads, layer.head_dim, device=self.world.device)
+                resolve_backend(layer.backend, rows, layer.topk)
             model = host.build_gpt_model(
-                config.model,
+                dataclasses.asdict(config.model),
                 config.attention,
                 config.indexer,
                 vocab_size=VOCAB_SIZE,
@@ -139,7 +153,7 @@ class _Run:
         rate = step.learning_rate(train, index)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        values = self.world.average({"lm_loss": total, **self.host.indexer_metrics(self.model)})
+        values = self._measured(total)
         if not (abs(values["lm_loss"]) < float("inf") and norm < float("inf")):
             raise RunError(
                 f"step {index + 1} gave loss {values['lm_loss']} and gradient norm {norm}: training diverged "
@@ -148,7 +162,17 @@ class _Run:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         speed = windows[:, 1:].numel() / (time.perf_counter() - started)
-        return {"step": index + 1, **values, "lr": rate, "grad_norm": norm, "tokens_per_s": round(speed, 1)}
+        return {
+            "step": index + 1,
+            **dict.fromkeys(_ALWAYS),
+            **values,
+            "lr": rate,
+            "grad_norm": norm,
+            "tokens_per_s": round(speed, 1),
+        }
+
+    def _measured(self, lm_loss: float) -> dict[str, float]:
+        return self.world.average({"lm_loss": lm_loss, **self.host.indexer_metrics(self.model)})
 
     def _scale_auxiliary_loss(self, scale: float) -> None:
         """What Megatron's schedule does before each backward pass: the indexer loss is one micro-batch's share."""
@@ -196,7 +220,7 @@ class _Run:
                 for micro in self._mine(windows):
                     total += step.forward_loss(self.model, micro).item() / (train.eval_batches * self.micro_batches)
         self.model.train()
-        values = self.world.average({"lm_loss": total, **self.host.indexer_metrics(self.model)})
+        values = self._measured(total)
         return {f"val_{name}": value for name, value in values.items()}
 
     def _save(self, done: int, seconds: float, metrics: MetricsFile | None) -> None:
@@ -219,8 +243,8 @@ class _Run:
             f"run       {config.train.steps} steps of {config.train.batch_size} x {config.data.sequence_length} tokens "
             f"on {world.size} x {world.device.type}, output in {self.folder.root}"
         )
-        for note in notes:
-            progress.note(note)
+        for note in [*config.indexer.warnings_for(config.data.sequence_length), *notes]:
+            progress.note(f"note      {note}")
 
     def _conclude(self, metrics: MetricsFile, done: int, seconds: float, asked: int) -> None:
         facts = {f"unigram entropy, {name}": f"{value:.4f} nats/byte" for name, value in self.entropy.items()}
