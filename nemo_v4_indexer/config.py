@@ -139,9 +139,9 @@ class IndexerConfig(ConfigBase):
     )
     """Bitwise repeatable gradients."""
     precise: bool = field(default=False, metadata=by(flag()))
-    balance_rows: bool | None = field(default=None, metadata=by(flag(allow_none="where a cost model says it pays")))
-    """Give tensor parallel ranks query rows of even work; of consecutive ones the last rank does up to twice the mean."""
     """Gradients at fp32-like instead of bf16 accuracy, at some cost in speed."""
+    balance_rows: bool | None = field(default=None, metadata=by(flag(allow_none="where a cost model says it pays")))
+    """Tensor parallel ranks score query rows of even work; with consecutive rows the last does up to twice the mean."""
     loss: LossConfig = field(default_factory=LossConfig, metadata=by(nested(LossConfig)))
 
     def check_together(self) -> None:

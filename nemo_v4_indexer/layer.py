@@ -135,10 +135,14 @@ class V4Indexer(MegatronModule):
         self.dense_stage = self.layer.loss.enabled and step < self.layer.loss.warmup_steps
 
     @property
+    def trainable(self):
+        """Whether the loss may run in training: it is enabled and the indexer is not frozen."""
+        return self.training and self.layer.loss.enabled and any(p.requires_grad for p in self.parameters())
+
+    @property
     def trains(self):
         """Whether a forward now computes the loss."""
-        active = self.training and torch.is_grad_enabled() and self.layer.loss.enabled
-        return active and any(p.requires_grad for p in self.parameters())
+        return torch.is_grad_enabled() and self.trainable
 
     @property
     def collects(self):
@@ -199,7 +203,7 @@ class V4Indexer(MegatronModule):
         """Select keys for every query row of this rank's heads.
 
         Args:
-            x: [L, B, hidden], qr: [L, B, q_lora_rank]: rows this rank holds. Detached: the indexer learns from its loss.
+            x: [L, B, hidden], qr: [L, B, q_lora_rank]: rows this rank holds. Detached: only the loss trains the indexer.
             shards: `Sharding` of x; default that of a sequence without documents.
 
         Returns:
@@ -226,7 +230,8 @@ class V4Indexer(MegatronModule):
         ratio, topk = self.layer.compress_ratio, self.layer.topk
         limits = shards.limits(shards.scored, ratio, k.shape[0], x.shape[1], x.device)
         selection = Selection(q, k, weights, limits)
-        if not (self.dense_stage and self.trains):
+        # Gradients on or off must not matter here: recomputation runs the same forward both ways.
+        if not (self.dense_stage and self.trainable):
             scores, own = V4IndexerFunction.apply(q, k, weights, ratio, topk, None, limits, self.options)
             selection.scores, selection.own_indices = scores, own
             rows = sharding.gather_in_order(own.transpose(0, 1), shards.share, shards.share_group)

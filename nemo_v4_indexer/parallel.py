@@ -103,7 +103,7 @@ def gather_uneven_rows(x, counts, group):
 
 
 def sum_to_owners(x, group):
-    """Sum over ranks of values that each rank has for all ranks' rows: [B, size * L, ...] -> [B, L, ...]. No gradient."""
+    """Sum over ranks of values each rank has for all ranks' rows: [B, size * L, ...] -> [B, L, ...]. No gradient."""
     if group_size(group) == 1:
         return x
     return _reduce_scatter(x.transpose(0, 1), group).transpose(0, 1)

@@ -24,7 +24,7 @@ class Sharding:
     held: rows of hidden states, over held_group (None: a single rank).
     queries: rows of attention queries, over the context parallel ranks.
     scored: rows the indexer scores, over scored_group.
-    share: row numbers 0 .. Q - 1 that each tensor parallel rank scores, over share_group (None: every rank all of them).
+    share: row numbers 0 .. Q - 1 each tensor parallel rank scores, over share_group (None: every rank all of them).
     documents: packed documents, or None.
     """
 
