@@ -203,7 +203,7 @@ class V4Indexer(MegatronModule):
         """Select keys for every query row of this rank's heads.
 
         Args:
-            x: [L, B, hidden], qr: [L, B, q_lora_rank]: rows this rank holds. Detached: only the loss trains the indexer.
+            x: [L, B, hidden], qr: [L, B, q_lora_rank]: rows this rank holds. Detached: only its loss trains it.
             shards: `Sharding` of x; default that of a sequence without documents.
 
         Returns:

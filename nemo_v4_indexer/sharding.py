@@ -142,7 +142,7 @@ def redistribute(x, held, wanted, group):
     return torch.cat([rows for _, rows in sorted(parts, key=lambda part: part[0])])
 
 
-# Measured on an H200: rate of the score kernel, FLOP/s; bytes/s and seconds of an exchange between two GPUs are estimates.
+# FLOP/s of the score kernel, measured on an H200; bytes/s and seconds of an exchange between two GPUs, estimated.
 SCORE_RATE, LINK_RATE, EXCHANGE_SECONDS = 5.5e14, 2e11, 4e-5
 
 

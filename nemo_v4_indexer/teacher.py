@@ -1,7 +1,7 @@
 """The main attention as the teacher of the indexer.
 
-Q query rows of this rank's heads, P query rows its indexer scores, B batch, N attention heads of this rank, C latent dim,
-G compressed entries, K top-k, R sampled rows.
+Q query rows of this rank's heads, P query rows its indexer scores, B batch, N attention heads of this rank,
+C latent dim, G compressed entries, K top-k, R sampled rows.
 """
 
 import dataclasses
