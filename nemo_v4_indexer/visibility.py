@@ -43,8 +43,8 @@ class Documents:
     """Documents packed one after another in a row sequence; each is compressed, and seen, on its own.
 
     A document's tail shorter than the ratio yields no group. Nothing here reads a value back from the device.
-    cu_seqlens: int [N + 1]. Document n holds the rows cu_seqlens[n] .. cu_seqlens[n + 1] - 1; rows past the last document
-        (padding) count as one more.
+    cu_seqlens: int [N + 1]. Document n holds the rows cu_seqlens[n] .. cu_seqlens[n + 1] - 1; rows past the last one
+        (padding) count as one more document.
     rows: S, rows in all.
     """
 
@@ -93,7 +93,7 @@ class Documents:
 
 
 def packed_limits(cu_seqlens, compress_ratio, rows=None):
-    """Limits of the rows of packed documents, see `Documents`; rows: default cu_seqlens[-1], which is then read back."""
+    """Limits of the rows of packed documents, see `Documents`; rows: default cu_seqlens[-1], then read back."""
     return Documents(cu_seqlens, int(cu_seqlens[-1]) if rows is None else rows).limits(compress_ratio)
 
 
