@@ -30,7 +30,7 @@ def scores(q, k, w):
     dtype = accumulation_dtype(q)
     s, b, h, _ = q.shape
     rows = q.to(dtype).permute(1, 0, 2, 3).flatten(1, 2)  # [B, S*H, D]
-    products = torch.bmm(rows, k.to(dtype).permute(1, 2, 0)).relu_().view(b, s, h, -1)
+    products = torch.bmm(rows, k.to(dtype).permute(1, 2, 0)).relu_().view(b, s, h, k.shape[0])
     return torch.einsum("bshg,sbh->bsg", products, w.to(dtype))
 
 

@@ -6,6 +6,7 @@ Two ways. Sparse: time and memory per selected pair, dk added in L2 in an order 
 query and a key tile is multiplied, no atomics, bitwise repeatable; faster where the selection is dense.
 """
 
+import bisect
 import contextlib
 import functools
 import math
@@ -16,12 +17,15 @@ import torch
 from . import runtime
 from .forward import tma_view
 
-DENSE_KEYS_PER_SLOT = {512: 5.4, 1024: 5.4, 2048: 5.4}
-"""Measured on an H200 (H=64, D=128, causal rows): the dense way is faster up to this many keys per slot of top-k."""
+DENSE_KEYS_PER_SLOT = {32: (0, 0), 64: (2.5, 2), 128: (7, 5)}
+"""Head dim: up to how many keys per slot of top-k the dense way is the faster one, with up to 32 heads and with more.
+Measured on an H200 with causal rows, K = 512, 1024 and 2048, ratios 1 and 4. A narrow D makes the sparse adds cheap."""
 
 KEY_TILE = 256  # keys of one tile of the dense way
 SMS = 132  # multiprocessors of the device that the plan assumes where there is none
-_SPARSE_QUERIES = 1024  # below this the dense way's extra launches cost more than they save
+# Below these the dense way's five launches cost more than they save.
+_DENSE_QUERIES = 2049
+_DENSE_SLOTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +45,16 @@ class BackwardPlan:
 
 
 def slot_capacity(topk: int) -> int:
-    """Slots that a kernel is built for: a power of two and at least one tile of 64, so that few kernels are built."""
-    return max(64, 1 << (topk - 1).bit_length())
+    """Slots that a kernel is built for: a power of two and at least 128, so that few kernels are built."""
+    return max(128, 1 << (topk - 1).bit_length())
 
 
-def prefers_dense(queries: int, groups: int, topk: int) -> bool:
-    """Whether the dense way is the faster one, by the measured table (nearest top-k at or below)."""
-    widths = [k for k in DENSE_KEYS_PER_SLOT if k <= topk] or [min(DENSE_KEYS_PER_SLOT)]
-    return queries >= _SPARSE_QUERIES and groups <= DENSE_KEYS_PER_SLOT[max(widths)] * topk
+def prefers_dense(queries: int, groups: int, heads: int, dim: int, topk: int, precise: bool) -> bool:
+    """Whether the dense way is the faster one, by the measured table. A precise one is not: it has more products."""
+    if precise or queries < _DENSE_QUERIES or topk < _DENSE_SLOTS:
+        return False
+    few_heads, more = DENSE_KEYS_PER_SLOT[dim]
+    return groups <= (few_heads if heads <= 32 else more) * topk
 
 
 def _dense_bytes(queries: int, batches: int, tiles: int, items: int, head_blocks: int, dim: int, topk: int) -> int:
@@ -57,16 +63,17 @@ def _dense_bytes(queries: int, batches: int, tiles: int, items: int, head_blocks
     return batches * queries * per_query + items * (KEY_TILE * dim * 4 + 20) + batches * tiles * 12 + 4
 
 
+@functools.lru_cache(maxsize=4096)
 def plan_backward(
-    queries: int, batch: int, groups: int, heads: int, dim: int, topk: int, deterministic: bool, workspace_bytes: int
+    queries: int, batch: int, groups: int, heads: int, dim: int, topk: int, dense: bool, workspace_bytes: int
 ) -> BackwardPlan:
-    """Choose the way and its chunks from shapes alone.
+    """The launches of one way, from shapes alone.
 
     The dense way keeps to workspace_bytes by chunks of the batch, then of the queries; it needs 64 queries' worth and
     one partial result per tile of 256 keys at least, and takes that much where the budget is smaller.
     """
     slots = slot_capacity(topk)
-    if not deterministic and not prefers_dense(queries, groups, topk):
+    if not dense:
         return BackwardPlan("sparse", slots)
     tiles = -(-groups // KEY_TILE)
     head_blocks = -(-heads // 64)
@@ -78,35 +85,40 @@ def plan_backward(
     def size(batches, length):
         return _dense_bytes(length, batches, tiles, items(batches, length), head_blocks, dim, topk)
 
-    batches = batch
+    batches, length = batch, queries
     while batches > 1 and size(batches, min(queries, 4096)) > workspace_bytes:
         batches = -(-batches // 2)
-    length = queries
-    while length > 64 and size(batches, length) > workspace_bytes:
-        length = max(64, -(-length // 2 // 64) * 64) if length > 128 else 64
-    if length < queries:  # the halving stops short: take what fits
-        while length + 64 < queries and size(batches, length + 64) <= workspace_bytes:
-            length += 64
-        chunks = -(-queries // length)
-        length = min(length, -(-queries // chunks // 64) * 64)
+    if size(batches, queries) > workspace_bytes:
+        units = range(1, -(-queries // 64))  # chunks of whole 64 queries; how many fit grows with the budget
+        fitting = bisect.bisect_right(units, workspace_bytes, key=lambda n: size(batches, 64 * n))
+        chunks = -(-queries // (64 * max(1, fitting)))
+        length = min(queries, -(-queries // (64 * chunks)) * 64)  # even chunks
     return BackwardPlan("dense", slots, length, batches, items(batches, length), size(batches, length))
 
 
-@functools.cache
-def kernel(name: str, *arguments):
-    """A compiled program: ("sparse", slots, H, D, precise), ("query_side", slots, H, D), ("key_side", H, D, precise),
+def program(name: str, *arguments):
+    """The TileLang program ("sparse", slots, H, D, precise), ("query_side", slots, H, D), ("key_side", H, D, precise),
     ("plan",) or ("reduce", D)."""
     runtime.load_tilelang()
-    from . import bwd_common, bwd_plan, score_bwd_dense, score_bwd_sparse
+    from . import bwd_plan, score_bwd_dense, score_bwd_sparse
 
-    build = {
+    builders = {
         "sparse": score_bwd_sparse.build_sparse,
         "query_side": score_bwd_dense.build_query_side,
         "key_side": score_bwd_dense.build_key_side,
         "plan": bwd_plan.build_plan,
         "reduce": bwd_plan.build_reduce,
-    }[name]
-    return runtime.compile_kernel(build(*arguments), bwd_common.PASS_CONFIGS)
+    }
+    return builders[name](*arguments)
+
+
+@functools.cache
+def kernel(name: str, *arguments):
+    """`program`, compiled."""
+    built = program(name, *arguments)
+    from . import bwd_common
+
+    return runtime.compile_kernel(built, bwd_common.PASS_CONFIGS)
 
 
 def prebuild(heads: int, dim: int, topk: int) -> int:
@@ -202,14 +214,13 @@ def backward(
     dw = torch.empty((s, b, h), dtype=torch.float32, device=q.device)
     if min(s, b, groups, topk) == 0:
         return dq.zero_(), torch.zeros((groups, b, d), dtype=dk_dtype, device=q.device), dw.zero_().to(w.dtype)
-    plan = plan_backward(s, b, groups, h, d, topk, deterministic, workspace_bytes)
+    dense = deterministic or prefers_dense(s, groups, h, d, topk, precise)
+    plan = plan_backward(s, b, groups, h, d, topk, dense, workspace_bytes)
     if not ordered:
-        indices, grad = order_selection(
-            indices, grad, groups, merge=plan.way == "dense", workspace_bytes=workspace_bytes
-        )
+        indices, grad = order_selection(indices, grad, groups, merge=dense, workspace_bytes=workspace_bytes)
     q, k = tma_view(q), tma_view(k)
     indices = indices if indices.stride(-1) == 1 or topk == 1 else indices.contiguous()
-    run = _sparse if plan.way == "sparse" else _dense
+    run = _dense if dense else _sparse
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         dk = run(plan, (q, k, w.float(), indices, grad.float()), dq, dw, precise)
     return dq, dk.to(dk_dtype), dw.to(w.dtype)
@@ -222,8 +233,21 @@ def _sparse(plan, inputs, dq, dw, precise):
     return dk
 
 
-def _multiprocessors(device):
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else SMS
+
+
+def _cut(tensor, dim0, dim1):
+    """tensor[dim0, dim1] for ranges (first, past); the tensor itself where they cover it, which costs no view."""
+    for dim, (first, past) in enumerate((dim0, dim1)):
+        if past - first != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, first, past - first)
+    return tensor
+
+
+def _chunks(length, size):
+    return [(lo, min(length, lo + size)) for lo in range(0, length, size)]
 
 
 def _dense(plan, inputs, dq, dw, precise):
@@ -231,26 +255,27 @@ def _dense(plan, inputs, dq, dw, precise):
     s, b, h, d = q.shape
     groups, topk = k.shape[0], indices.shape[-1]
     tiles, width, head_blocks = -(-groups // KEY_TILE), -(-topk // 64) * 64, -(-h // 64)
-    new = functools.partial(torch.empty, device=q.device)
-    dk = new(k.shape, dtype=torch.float32)
-    slots = new((plan.batches * plan.queries, width, 2), dtype=torch.int32)
-    bits = new((head_blocks * plan.batches * plan.queries, width, 8), dtype=torch.uint8)
-    starts = new((plan.batches * plan.queries, tiles + 1), dtype=torch.int32)
-    items = new((plan.items, 5), dtype=torch.int32)
-    first = new((plan.batches * tiles + 1,), dtype=torch.int32)
-    part = new((plan.items, KEY_TILE, d), dtype=torch.float32)
-    sms = _multiprocessors(q.device)
-    for b0 in range(0, b, plan.batches):
-        batch = slice(b0, min(b, b0 + plan.batches))
-        nb = batch.stop - b0
-        for lo in range(0, s, plan.queries):
-            rows = slice(lo, min(s, lo + plan.queries))
-            n = nb * (rows.stop - lo)
-            qc, wc, ic, gc = q[rows, batch], w[rows, batch], indices[batch, rows], grad[batch, rows]
-            kc, span = k[:, batch], torch.zeros((2, nb, tiles), dtype=torch.int32, device=q.device)
-            notes = (slots[:n], bits[: head_blocks * n], starts[:n])
-            kernel("query_side", plan.slots, h, d)(qc, kc, wc, ic, gc, dq[rows, batch], dw[rows, batch], *notes, span)
-            kernel("plan")(span, items, first[: nb * tiles + 1], rows.stop - lo, sms)
-            kernel("key_side", h, d, precise)(qc, wc, *notes, items, part)
-            kernel("reduce", d)(part, first[: nb * tiles + 1], dk[:, batch], int(lo > 0))
+    most, device, i32 = plan.batches * plan.queries, q.device, torch.int32
+    dk = torch.empty(k.shape, dtype=torch.float32, device=device)
+    slots = torch.empty((most, width, 2), dtype=i32, device=device)
+    bits = torch.empty((head_blocks * most, width, 8), dtype=torch.uint8, device=device)
+    starts = torch.empty((most, tiles + 1), dtype=i32, device=device)
+    items = torch.empty((plan.items, 5), dtype=i32, device=device)
+    first = torch.empty((plan.batches * tiles + 1,), dtype=i32, device=device)
+    part = torch.empty((plan.items, KEY_TILE, d), dtype=torch.float32, device=device)
+    for batch in _chunks(b, plan.batches):
+        nb = batch[1] - batch[0]
+        keys, dk_part = _cut(k, (0, groups), batch), _cut(dk, (0, groups), batch)
+        first_part = first[: nb * tiles + 1]
+        for rows in _chunks(s, plan.queries):
+            n = nb * (rows[1] - rows[0])
+            q_part, w_part, dq_part, dw_part = (_cut(t, rows, batch) for t in (q, w, dq, dw))
+            picked = _cut(indices, batch, rows), _cut(grad, batch, rows)
+            notes = (slots, bits, starts) if n == most else (slots[:n], bits[: head_blocks * n], starts[:n])
+            span = torch.zeros((2, nb, tiles), dtype=i32, device=device)
+            query_side = kernel("query_side", plan.slots, h, d)
+            query_side(q_part, keys, w_part, *picked, dq_part, dw_part, *notes, span)
+            kernel("plan")(span, items, first_part, rows[1] - rows[0], _multiprocessors(device))
+            kernel("key_side", h, d, precise)(q_part, w_part, *notes, items, part)
+            kernel("reduce", d)(part, first_part, dk_part, int(rows[0] > 0))
     return dk

@@ -11,7 +11,7 @@ from .bwd_common import F32, I32, strided
 
 KEYS = 256  # keys of a tile
 MAX_WAVES = 4  # items per multiprocessor, at most, where there are more items than tiles
-TURN = 24  # queries' worth of time that starting an item costs, measured
+TURN = 8  # starting an item and summing its result take about as long as this many queries
 _THREADS = 256
 
 
@@ -58,7 +58,6 @@ def build_plan():
             pos = T.alloc_var(I32)
             lo = T.alloc_var(I32)
             hi = T.alloc_var(I32)
-            win = T.alloc_var(I32)
             tiles = B * NT
             # All pairs of a tile and a query that touches it.
             n = 0
@@ -84,11 +83,11 @@ def build_plan():
             size[tx] = length
             best[tx] = T.if_then_else(count <= NI, T.ceildiv(count, sms) * (length + TURN), 1 << 30)
             T.sync_threads()
-            win = 0
+            n = 1 << 30
             for j in T.serial(_THREADS):
-                if best[j] < best[win]:
-                    win = j
-            length = size[win]
+                if best[j] < n:
+                    n = best[j]
+                    length = size[j]
             # Rows of Part, tile by tile.
             carry = 0
             for t in T.serial(T.ceildiv(tiles, _THREADS)):

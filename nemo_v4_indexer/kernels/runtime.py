@@ -65,12 +65,21 @@ def _leave_mark(name: str) -> None:
         (_own_dir() / name).touch()
 
 
+def _tilelang_file() -> str | None:
+    """Where TileLang would be imported from, without importing it; None where it is not installed."""
+    try:
+        spec = importlib.util.find_spec("tilelang")
+    except ImportError:  # an import hook of the host refuses it
+        return None
+    return spec and spec.origin
+
+
 def _probe_import() -> str | None:
     """Import TileLang in a child process, because a broken build of it can abort the interpreter.
 
     The answer is remembered on disk for this pair of TileLang and torch, so it costs a child once per installation.
     """
-    versions = [sys.version, torch.__version__, importlib.util.find_spec("tilelang").origin]
+    versions = [sys.version, torch.__version__, _tilelang_file()]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions.append(importlib.metadata.version("tilelang"))
     mark = "imports-" + hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:16]
@@ -99,7 +108,7 @@ def tilelang_problem() -> str | None:
     if sys.platform != "linux":
         return f"the TileLang kernels need Linux, this is {sys.platform}"
     if "tilelang" not in sys.modules:
-        if importlib.util.find_spec("tilelang") is None:
+        if _tilelang_file() is None:
             return "tilelang is not installed"
         if problem := _probe_import():
             return problem

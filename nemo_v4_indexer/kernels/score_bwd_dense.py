@@ -19,7 +19,7 @@ from .bwd_plan import KEYS
 POLICY = T.GemmWarpPolicy.FullRow
 
 
-def build_query_side(slots: int, heads: int, dim: int, blocks: int = 3):
+def build_query_side(slots: int, heads: int, dim: int):
     """Program `(Q, K, W, Index, Grad, dQ, dW, Slots, Bits, Starts, Span)`; the first seven as in `build_sparse`.
 
     Index: ascending, empty slots last. Slots: [B * S, K rounded up to 64, 2] int32, key and the bits of the gradient.
@@ -31,6 +31,7 @@ def build_query_side(slots: int, heads: int, dim: int, blocks: int = 3):
     parts = QueryParts(hd, dim, slots)
     ntile = slots // TILE
     steps = slots.bit_length()
+    blocks = 3 if slots <= 2048 else 2  # CTAs that fit a multiprocessor
     S, G, B, K_ = T.dynamic("S"), T.dynamic("G"), T.dynamic("B"), T.dynamic("width")
     KP, NT, NT1 = T.dynamic("KP"), T.dynamic("NT"), T.dynamic("NT1")
     rows, rows_z = T.dynamic("rows"), T.dynamic("rows_z")

@@ -18,7 +18,7 @@ from .bwd_common import BF16, F32, HELPERS, I32, I64, ROWS, TILE, Heads, QueryPa
 POLICY = T.GemmWarpPolicy.FullRow
 
 
-def build_sparse(slots: int, heads: int, dim: int, precise: bool, stages: int = 3, blocks: int = 2):
+def build_sparse(slots: int, heads: int, dim: int, precise: bool):
     """Program `(Q, K, W, Index, Grad, dQ, dW, dK, step)`.
 
     Q: [S, B, H, D] bf16, 16-byte rows. K: [G, B, D] bf16, 16-byte rows. W: [S, B, H] fp32, any strides.
@@ -29,6 +29,10 @@ def build_sparse(slots: int, heads: int, dim: int, precise: bool, stages: int = 
     hd = Heads.of(heads)
     parts = QueryParts(hd, dim, slots)
     ntile = slots // TILE
+    # Two CTAs share a multiprocessor's shared memory: long rows leave room for two key stages, the longest for one CTA.
+    stages, blocks, regs = 3 if slots <= 512 else 2, 2, (32, 224)
+    if slots > 2048:
+        blocks, regs = 1, (64, 240)
     S, G, B, K_ = T.dynamic("S"), T.dynamic("G"), T.dynamic("B"), T.dynamic("width")
     key_stride = T.dynamic("Ks0", I64)
 
@@ -76,7 +80,7 @@ def build_sparse(slots: int, heads: int, dim: int, precise: bool, stages: int = 
             # Queries that run together are far apart: neighbours choose the same keys and would queue at one L2 row.
             s = T.cast(T.cast(bx, I64) * T.cast(step, I64) % T.cast(S, I64), I32)
             if tx >= 128:
-                T.set_max_nreg(32, 0)
+                T.set_max_nreg(regs[0], 0)
                 hx = tx - 128
                 parts.load_slots(hx, s, by, K_, Index, ids)
                 T.ptx_commit_group()
@@ -109,7 +113,7 @@ def build_sparse(slots: int, heads: int, dim: int, precise: bool, stages: int = 
                     T.call_extern("handle", "tl::tma_store_wait<0,true>")
                     T.barrier_arrive(sempty[hx // 32])
             else:
-                T.set_max_nreg(224, 1)
+                T.set_max_nreg(regs[1], 1)
                 T.clear(dq)
                 T.clear(dwp)
                 T.barrier_wait(ready[0], 0)

@@ -26,7 +26,8 @@ PASS_CONFIGS = {
 }
 COLUMNS = 256  # (row, head) pairs of a block: the widest wgmma
 TILE = 64  # keys of a tile: the rows of a wgmma
-STAGES = 4
+STAGES = 4  # key tiles in shared memory
+BUFFERS = 2  # sets of query rows: the next arrives while one is in use
 RELU = """
 __device__ __forceinline__ float relu_keeping_nan(float x) {
 #ifdef __CUDA_ARCH__
@@ -40,7 +41,7 @@ __device__ __forceinline__ float relu_keeping_nan(float x) {
 """
 
 
-def score_fwd(heads, dim, stages=STAGES, ordered=True, buffers=2, regs=(40, 232)):
+def score_fwd(heads, dim, stages=STAGES, early=None):
     """prim_func for one head count and head dim; every length and outer stride is a run-time value."""
     rows = COLUMNS // heads
     panel = min(dim, 64)  # bf16 columns of one swizzled panel
@@ -51,6 +52,7 @@ def score_fwd(heads, dim, stages=STAGES, ordered=True, buffers=2, regs=(40, 232)
     swizzled = layout.make_full_bank_swizzled_layout if panel == 64 else layout.make_half_bank_swizzled_layout
     swizzle_mode = 1 if panel == 64 else 2
     steps = dim // 16
+    early = early or max(1, steps // 2)
     group = min(rows, 4)  # rows whose sums are finished together
     pieces = heads // 8  # 8-column pieces of one row in the accumulator
     S, B, G, NL = T.dynamic("S"), T.dynamic("B"), T.dynamic("G"), T.dynamic("NL", "int64")
@@ -116,13 +118,13 @@ def score_fwd(heads, dim, stages=STAGES, ordered=True, buffers=2, regs=(40, 232)
             tx = T.get_thread_binding()
             lane = tx & 31
             wg = tx >> 7
-            q_s = T.alloc_shared([buffers, panels, rows, heads, panel], "bfloat16")
+            q_s = T.alloc_shared([BUFFERS, panels, rows, heads, panel], "bfloat16")
             k_s = T.alloc_shared([stages, panels, TILE, panel], "bfloat16")
-            w_s = T.alloc_shared([buffers, rows, heads], "float32")
-            w_flat = T.reshape(w_s, (buffers, COLUMNS))
-            span = T.alloc_shared([buffers, 2], "int32")
-            q_full = T.alloc_barrier([1] * buffers)
-            q_empty = T.alloc_barrier([8] * buffers)  # one arrival a warp
+            w_s = T.alloc_shared([BUFFERS, rows, heads], "float32")
+            w_flat = T.reshape(w_s, (BUFFERS, COLUMNS))
+            span = T.alloc_shared([BUFFERS, 2], "int32")
+            q_full = T.alloc_barrier([1] * BUFFERS)
+            q_empty = T.alloc_barrier([8] * BUFFERS)  # one arrival a warp
             k_full = T.alloc_barrier([1] * stages)
             k_empty = T.alloc_barrier([4] * stages)
             turn = T.alloc_barrier([4] * 2)
@@ -143,7 +145,7 @@ def score_fwd(heads, dim, stages=STAGES, ordered=True, buffers=2, regs=(40, 232)
             if T.Select(mine & 1 == 1, ctas - 1 - bx, bx) < items - mine * ctas:
                 mine = mine + 1
             if wg == 2:
-                T.set_max_nreg(regs[0], 0)
+                T.set_max_nreg(40, 0)
                 if tx < 288:
                     start = T.alloc_var("int32")
                     end = T.alloc_var("int32")
@@ -164,25 +166,25 @@ def score_fwd(heads, dim, stages=STAGES, ordered=True, buffers=2, regs=(40, 232)
                         lo = T.warp_reduce_min(lo) & ~7  # whole sectors of the output
                         hi = T.warp_reduce_max(hi)
                         tiles = T.Select(lo < hi, T.truncdiv(hi - lo + (TILE - 1), TILE), 0)
-                        T.barrier_wait(q_empty[it % buffers], (it // buffers & 1) ^ 1)
+                        T.barrier_wait(q_empty[it % BUFFERS], (it // BUFFERS & 1) ^ 1)
                         if T.shuffle_elect(32):  # one lane writes, copies and arrives: it keeps the order
-                            span[it % buffers, 0] = lo
-                            span[it % buffers, 1] = hi
+                            span[it % BUFFERS, 0] = lo
+                            span[it % BUFFERS, 1] = hi
                         for p in list(range(panels)):
                             T.tma_copy(
                                 Q[row0 + r0 : row0 + r0 + rows, b, :, p * panel : (p + 1) * panel],
-                                q_s[it % buffers, p, :, :, :],
-                                barrier=q_full[it % buffers],
+                                q_s[it % BUFFERS, p, :, :, :],
+                                barrier=q_full[it % BUFFERS],
                                 leader_scope_threads=32,
                             )
                         T.tma_copy(
                             W[row0 + r0 : row0 + r0 + rows, b, :],
-                            w_s[it % buffers, :, :],
-                            barrier=q_full[it % buffers],
+                            w_s[it % BUFFERS, :, :],
+                            barrier=q_full[it % BUFFERS],
                             leader_scope_threads=32,
                         )
                         if T.shuffle_elect(32):
-                            T.barrier_arrive(q_full[it % buffers])
+                            T.barrier_arrive(q_full[it % BUFFERS])
                         for n in T.serial(tiles):
                             T.barrier_wait(k_empty[(done + n) % stages], ((done + n) // stages & 1) ^ 1)
                             for p in list(range(panels)):
@@ -196,7 +198,7 @@ def score_fwd(heads, dim, stages=STAGES, ordered=True, buffers=2, regs=(40, 232)
                                 T.barrier_arrive(k_full[(done + n) % stages])
                         done = done + tiles
             else:
-                T.set_max_nreg(regs[1], 1)
+                T.set_max_nreg(232, 1)
                 acc = T.alloc_local([COLUMNS // 2], "float32")
                 w = T.alloc_local([COLUMNS // 4], "float32")
                 sums = T.alloc_local([2 * group], "float32")
@@ -210,18 +212,17 @@ def score_fwd(heads, dim, stages=STAGES, ordered=True, buffers=2, regs=(40, 232)
                     r0 = T.truncdiv(item, B)
                     b = item - r0 * B
                     r0 = (blocks - 1 - r0) * rows
-                    T.barrier_wait(q_full[it % buffers], it // buffers & 1)
-                    lo = span[it % buffers, 0]
-                    hi = span[it % buffers, 1]
+                    T.barrier_wait(q_full[it % BUFFERS], it // BUFFERS & 1)
+                    lo = span[it % BUFFERS, 0]
+                    hi = span[it % BUFFERS, 1]
                     tiles = T.Select(lo < hi, T.truncdiv(hi - lo + (TILE - 1), TILE), 0)
                     for j in T.unroll(COLUMNS // 8):
                         for c in T.vectorized(2):
-                            w[j * 2 + c] = w_flat[it % buffers, j * 8 + (lane & 3) * 2 + c]
+                            w[j * 2 + c] = w_flat[it % BUFFERS, j * 8 + (lane & 3) * 2 + c]
                     n = (wg ^ done) & 1
                     while n < tiles:
                         T.barrier_wait(k_full[(done + n) % stages], (done + n) // stages & 1)
-                        if ordered:
-                            T.barrier_wait(turn[wg], ((done + n) // 2 & 1) ^ 1 ^ wg)
+                        T.barrier_wait(turn[wg], ((done + n) // 2 & 1) ^ 1 ^ wg)
                         T.initialize_wgmma_descriptor(
                             desc_k, T.address_of(k_s[0, 0, 0, 0]), swizzle_mode, 1, row_bytes // 2
                         )
@@ -229,17 +230,14 @@ def score_fwd(heads, dim, stages=STAGES, ordered=True, buffers=2, regs=(40, 232)
                             desc_q, T.address_of(q_s[0, 0, 0, 0, 0]), swizzle_mode, 1, row_bytes // 2
                         )
                         T.increase_descriptor_offset(desc_k, (done + n) % stages * (panels * k_panel))
-                        T.increase_descriptor_offset(desc_q, it % buffers * (panels * q_panel))
+                        T.increase_descriptor_offset(desc_q, it % BUFFERS * (panels * q_panel))
                         T.warpgroup_fence_operand(acc, num_regs=COLUMNS // 2)
                         T.warpgroup_arrive()
-                        if ordered:
-                            product(acc, desc_k, desc_q, 0, steps // 2)
-                            product(acc, desc_k, desc_q, steps // 2, steps)
-                            T.warpgroup_wait(1)
-                            if lane == 0:
-                                T.barrier_arrive(turn[wg ^ 1])
-                        else:
-                            product(acc, desc_k, desc_q, 0, steps)
+                        product(acc, desc_k, desc_q, 0, early)
+                        product(acc, desc_k, desc_q, early, steps)
+                        T.warpgroup_wait(1)
+                        if lane == 0:
+                            T.barrier_arrive(turn[wg ^ 1])
                         T.warpgroup_wait(0)
                         T.warpgroup_fence_operand(acc, num_regs=COLUMNS // 2)
                         if lane == 0:
@@ -265,7 +263,7 @@ def score_fwd(heads, dim, stages=STAGES, ordered=True, buffers=2, regs=(40, 232)
                         n = n + 2
                     T.sync_warp()
                     if lane == 0:
-                        T.barrier_arrive(q_empty[it % buffers])
+                        T.barrier_arrive(q_empty[it % BUFFERS])
                     done = done + tiles
 
     return score_fwd_kernel

@@ -22,8 +22,10 @@ def _draw(axes: Any, records: Records, key: str, label: str, **style: Any) -> No
         axes.plot(steps, values, label=label, **style)
 
 
-def _finish(axes: Any, title: str, unit: str) -> None:
+def _finish(axes: Any, records: Records, title: str, unit: str) -> None:
     axes.set_title(title, fontsize=11)
+    axes.set_xlim(0, max([record["step"] for record in records], default=1) + 1)
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("step")
     axes.set_ylabel(unit)
     axes.grid(alpha=0.25)
@@ -45,19 +47,18 @@ def write_curves(path: Path, records: Records, unigram: float) -> None:
     _draw(loss, records, "lm_loss", "training", color="tab:blue", lw=1, alpha=0.6)
     _draw(loss, records, "val_lm_loss", "validation", color="tab:red", lw=1.6)
     loss.axhline(unigram, color="black", ls="--", lw=1, label=f"unigram entropy {unigram:.2f}")
-    loss.set_ylim(bottom=0)
-    _finish(loss, "Language-model loss", "nats per byte")
+    _finish(loss, records, "Language-model loss", "nats per byte")
 
     _draw(indexer, records, "indexer_loss", "indexer", color="tab:green", lw=1)
     _draw(indexer, records, "kl_uniform", "uniform guess", color="grey", lw=1, ls="--")
-    _finish(indexer, "Indexer loss: KL to the attention's own choice", "nats")
+    _finish(indexer, records, "Indexer loss: KL to the attention's own choice", "nats")
 
     _draw(recall, records, "recall", "training", color="tab:blue", lw=1, alpha=0.6)
     _draw(recall, records, "recall_random", "random choice, training", color="grey", lw=1, alpha=0.6)
     _draw(recall, records, "val_recall", "validation", color="tab:red", lw=1.6)
     _draw(recall, records, "val_recall_random", "random choice, validation", color="black", lw=1.2, ls="--")
     recall.set_ylim(0, 1.02)
-    _finish(recall, "Recall of attention mass by the selected groups", "share")
+    _finish(recall, records, "Recall of attention mass by the selected groups", "share")
 
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")

@@ -99,6 +99,7 @@ def joined(config: PretrainConfig) -> Iterator[World]:
     if not launched:  # a store in memory: no address, port or environment is needed to be alone
         arguments |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(**arguments)
+    threads = torch.get_num_threads()
     try:
         tensor, size = config.parallel.tensor, dist.get_world_size()
         if size % tensor:
@@ -121,6 +122,7 @@ def joined(config: PretrainConfig) -> Iterator[World]:
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        torch.set_num_threads(threads)
 
 
 def _share_cores(threads: int | None, size: int) -> None:

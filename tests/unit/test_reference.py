@@ -35,6 +35,12 @@ def test_scores_keep_negative_weights_and_clip_each_head(shape, dtype):
     assert torch.equal(reference.scores(q, k, w).double(), naive.scores(q, k, w))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_of_wide_inputs_are_not_rounded_lower(dtype):
+    q, k, w = naive.random_inputs(17, 2, 8, 32, 9, 0, dtype)
+    naive.assert_close(reference.scores(q, k, w), naive.scores(q, k, w), 1e-6 if dtype == torch.float32 else 1e-14)
+
+
 def test_scores_of_one_pair_by_hand():
     q = torch.tensor([[[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]]])  # three heads
     k = torch.tensor([[[2.0, -3.0]]])

@@ -260,9 +260,13 @@ def test_folder_in_use_or_unwritable(pretrain, tmp_path, capsys):
 def test_process_state_is_put_back(pretrain):
     import torch.distributed as dist
 
-    before = torch.cuda.current_device, torch.cuda.current_stream, signal.getsignal(signal.SIGTERM)
-    assert pretrain("a", "train.steps=1") == 0
-    assert (torch.cuda.current_device, torch.cuda.current_stream, signal.getsignal(signal.SIGTERM)) == before
+    def state():
+        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        return torch.cuda.current_device, torch.cuda.current_stream, handlers, torch.get_num_threads()
+
+    before = state()
+    assert pretrain("a", "train.steps=1", f"train.threads={before[-1] + 1}") == 0
+    assert state() == before
     assert not dist.is_initialized()
 
 

@@ -20,6 +20,7 @@ SMALL = (
     "train.checkpoint_interval=5",
     "train.steps=12",
     "train.lr_warmup_steps=3",
+    "train.threads=1",
     "device=cpu",
 )
 

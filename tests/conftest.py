@@ -1,0 +1,23 @@
+"""Tests marked `gpu` are skipped, with the reason, where there is no Hopper GPU."""
+
+import functools
+
+import pytest
+
+
+@functools.cache
+def _no_hopper():
+    """Why GPU tests cannot run here, or None."""
+    import torch  # here: tests of the bare package need none
+
+    if not torch.cuda.is_available():
+        return "needs a Hopper GPU (sm_90): torch sees no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"needs a Hopper GPU (sm_90): this one has compute capability {capability[0]}.{capability[1]}"
+    return None
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and (reason := _no_hopper()):
+        pytest.skip(reason)

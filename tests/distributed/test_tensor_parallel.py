@@ -1,0 +1,236 @@
+"""Two and four tensor parallel ranks against one process: losses, every gradient, weights after three steps."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+
+from nemo_v4_indexer import parallel
+from nemo_v4_indexer.config import AttentionConfig, IndexerConfig
+
+pytestmark = pytest.mark.distributed
+
+HIDDEN, Q_LORA, HEAD, INDEX = 72, 40, 24, 16
+"""No two of them, nor twice one, are the same: a shape tells what a tensor is."""
+VOCAB, FFN, STEPS = 64, 96, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One small model and three optimizer steps of it."""
+
+    rows: int
+    sequence_parallel: bool
+    warmup_steps: int
+    ratios: tuple = (0, 4, 16, 1, 2)
+
+    @property
+    def alone(self):
+        """The same in one process."""
+        return dataclasses.replace(self, sequence_parallel=False)
+
+    def __str__(self):
+        kind = "sequence parallel" if self.sequence_parallel else "tensor parallel"
+        return f"{self.rows} rows, {kind}, {self.warmup_steps} dense steps"
+
+
+TWO = [
+    Case(64, True, 0),
+    Case(64, False, 0),
+    Case(62, True, 0),  # 31 rows per rank: no multiple of any ratio
+    Case(62, False, 0),
+    Case(63, False, 0),  # rows that do not divide: every rank scores them all
+    Case(62, True, 2),  # two dense steps, one sparse
+    Case(62, False, 2),
+    Case(63, False, 2),
+    Case(6, True, 0),  # ranks of three rows: some end no group, and layers without any
+    Case(6, True, 3),
+]
+FOUR = [Case(52, True, 1), Case(52, False, 1), Case(54, False, 1), Case(12, True, 0)]
+
+
+def _model(case, ranks):
+    from nemo_v4_indexer.integrations import megatron as host
+
+    indexer = IndexerConfig.from_dict(
+        dict(
+            num_layers=len(case.ratios),
+            compress_ratio=list(case.ratios),
+            topk=3,
+            n_heads=4,
+            head_dim=INDEX,
+            heavy_ratio=16,
+            window=6,
+            rope=dict(dim=8, theta=1000.0),
+            loss=dict(coeff=1.0, warmup_steps=case.warmup_steps),
+            backend="reference",
+        )
+    )
+    attention = AttentionConfig(n_heads=4, head_dim=HEAD, q_lora_rank=Q_LORA, o_groups=4, o_lora_rank=12, rope_dim=8)
+    model = host.build_gpt_model(
+        dict(hidden_size=HIDDEN, num_layers=len(case.ratios), ffn_hidden_size=FFN),
+        attention,
+        indexer,
+        vocab_size=VOCAB,
+        sequence_length=case.rows,
+        tensor_parallel=ranks,
+        sequence_parallel=case.sequence_parallel,
+        seed=1,
+    )
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():  # larger than Megatron draws them, so that attention is not flat
+        for name, parameter in model.named_parameters():
+            if name.endswith("ape"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            elif "self_attention" in name and parameter.dim() > 1:
+                parameter.mul_(5)
+    return model
+
+
+def _whole(name, tensor, parameter, ranks):
+    """A divided parameter's value or gradient as one process has it."""
+    if ranks == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return tensor.detach().clone()
+    parts = [torch.empty_like(tensor) for _ in range(ranks)]
+    dist.all_gather(parts, tensor.detach().contiguous())
+    if "linear_fc1" in name:  # each rank holds [gate; up] of its columns
+        parts = [half for part in zip(*(p.chunk(2) for p in parts), strict=True) for half in part]
+    return torch.cat(parts, parameter.partition_dim)
+
+
+def _recorded(shapes):
+    original = parallel._all_gather
+
+    def gather(x, group):
+        shapes.append(tuple(x.shape))
+        return original(x, group)
+
+    return original, gather
+
+
+def train(cases, ranks):
+    """{case: facts}, the same on every rank but for `gathered`."""
+    from nemo_v4_indexer.integrations import megatron as host
+
+    facts = {}
+    for case in cases:
+        model = _model(case, ranks)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        generator = torch.Generator().manual_seed(3)
+        fact = facts[case] = {"losses": [], "metrics": [], "gradients": [], "gathered": []}
+        plain, parallel._all_gather = _recorded(fact["gathered"])
+        try:
+            for step in range(STEPS):
+                tokens = torch.randint(0, VOCAB, (2, case.rows + 1), generator=generator)
+                positions = torch.arange(case.rows)[None].expand(2, -1)
+                host.set_indexer_step(model, step)
+                loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+                loss.mean().backward()
+                host.finalize_gradients(model)
+                fact["losses"].append(loss.detach())
+                fact["metrics"].append(host.indexer_metrics(model))
+                fact["gradients"].append({n: _whole(n, p.grad, p, ranks) for n, p in model.named_parameters()})
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            parallel._all_gather = plain
+        fact["own"] = {
+            n: p.detach().clone() for n, p in model.named_parameters() if not getattr(p, "tensor_model_parallel", False)
+        }
+        fact["weights"] = {n: _whole(n, p, p, ranks) for n, p in model.named_parameters()}
+    return facts
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Facts by number of ranks: {1: [facts], 2: [facts, facts], 4: [...]}; the processes run side by side."""
+    alone = list(dict.fromkeys(case.alone for case in TWO + FOUR))
+    started = {
+        ranks: Ranks(ranks, tmp_path_factory.mktemp(f"ranks{ranks}"), train, cases, ranks)
+        for ranks, cases in ((1, alone), (2, TWO), (4, FOUR))
+    }
+    return {ranks: running.results() for ranks, running in started.items()}
+
+
+def error(actual, expected):
+    assert actual.shape == expected.shape
+    return ((actual - expected).double().norm() / expected.double().norm()).item()
+
+
+CASES = [pytest.param(2, case, id=f"2 ranks, {case}") for case in TWO]
+CASES += [pytest.param(4, case, id=f"4 ranks, {case}") for case in FOUR]
+
+
+@pytest.mark.parametrize(("ranks", "case"), CASES)
+def test_losses(results, ranks, case):
+    expected = results[1][0][case.alone]
+    assert expected["losses"][0].mean() != expected["losses"][2].mean()
+    for facts in results[ranks]:
+        for ours, theirs in zip(facts[case]["losses"], expected["losses"], strict=True):
+            assert error(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize(("ranks", "case"), CASES)
+def test_every_gradient(results, ranks, case):
+    """Of every step: those of the third hold only if the weights of the first two were updated alike."""
+    for facts in results[ranks]:
+        steps = zip(facts[case]["gradients"], results[1][0][case.alone]["gradients"], strict=True)
+        for step, (actual, expected) in enumerate(steps):
+            assert sum(".indexer." in name for name in expected) == 6 + 5 + 6
+            assert actual.keys() == expected.keys()
+            errors = {}
+            for name, reference in expected.items():
+                if reference.norm() < 1e-9:  # layers that see no group
+                    assert case.rows < 16 and actual[name].norm() < 1e-9, name
+                else:
+                    errors[name] = error(actual[name], reference)
+            bad = {name: value for name, value in errors.items() if not value < 1e-5}
+            assert not bad, (step, bad)
+
+
+@pytest.mark.parametrize(("ranks", "case"), CASES)
+def test_weights_after_three_steps(results, ranks, case):
+    expected = results[1][0][case.alone]["weights"]
+    for facts in results[ranks]:
+        for name, reference in expected.items():
+            assert error(facts[case]["weights"][name], reference) < 1e-5, name
+    for name, weight in results[ranks][0][case]["own"].items():
+        for facts in results[ranks][1:]:
+            assert torch.equal(facts[case]["own"][name], weight), f"{name} differs between ranks"
+
+
+@pytest.mark.parametrize(("ranks", "case"), CASES)
+def test_indexer_metrics(results, ranks, case):
+    for facts in results[ranks]:
+        for step, (ours, theirs) in enumerate(
+            zip(facts[case]["metrics"], results[1][0][case.alone]["metrics"], strict=True)
+        ):
+            assert ours.keys() == theirs.keys() and ours["indexer_loss"] > 0
+            assert ("recall" in ours) == (step >= case.warmup_steps)
+            for name, value in theirs.items():
+                assert ours[name] == pytest.approx(value, rel=2e-4, abs=1e-6), (step, name)
+
+
+@pytest.mark.parametrize(("ranks", "case"), [p for p in CASES if p.values[1].sequence_parallel])
+def test_nothing_hidden_sized_is_gathered(results, ranks, case):
+    """Per layer only compressed keys, halos, latents and selections move, never rows of x or qr."""
+    for facts in results[ranks]:
+        shapes = facts[case]["gathered"]
+        # Halos carry 2D channels where groups overlap; selections are 3 wide; HEAD is the attention's latent.
+        assert {shape[-1] for shape in shapes} <= {HEAD, 2 * HEAD, INDEX, 2 * INDEX, 3}
+        assert not {HIDDEN, Q_LORA} & {shape[-1] for shape in shapes}
+        rows = case.rows // ranks
+        # Keys of ratio 1 are one per row; all else of the indexer's is at most a halo or a quarter of the rows.
+        wide = [s for s in shapes if s[-1] == 2 * INDEX]
+        assert wide and all(s[0] <= 7 for s in wide)
+        assert any(s[-1] == INDEX and s[0] <= -(-rows // 4) for s in shapes)
+
+
+def test_gradients_that_are_not_synced_are_told_apart(results):
+    """The comparison above would see a gradient that is summed twice, or halved."""
+    expected = results[1][0][TWO[0].alone]["gradients"][0]
+    name = next(name for name in expected if name.endswith("indexer.wq_b.weight"))
+    for factor in (0.0, 0.5, 2.0):
+        assert error(factor * expected[name], expected[name]) > 0.4
