@@ -118,7 +118,9 @@ def gather(q, k, w, start, end, indices, *, workspace_bytes=_WORKSPACE_BYTES):
     return out
 
 
-def backward(q, k, w, indices, grad, *, deterministic=None, precise=True, workspace_bytes=_WORKSPACE_BYTES):
+def backward(
+    q, k, w, indices, grad, *, deterministic=None, precise=True, ordered=True, workspace_bytes=_WORKSPACE_BYTES
+):
     """Gradients of the selected scores, accumulated in fp32 (fp64 for fp64 inputs).
 
     With m = grad * 1[q.k > 0] and V_h = sum_j m_hj k_j:  dq_h = w_h V_h,  dw_h = sum_j grad_j relu(q_h.k_j),
@@ -127,8 +129,9 @@ def backward(q, k, w, indices, grad, *, deterministic=None, precise=True, worksp
     Args:
         indices: int32 [B, S, K]; every index is -1 or a key.
         grad: [B, S, K]. Any strides.
-        deterministic, precise: accepted for the common signature; this backend is precise, and deterministic
-            wherever torch's index_add_ is (CPU always; CUDA under torch.use_deterministic_algorithms).
+        deterministic, precise, ordered: accepted for the common signature. This backend is precise, takes indices in
+            any order, and is deterministic where torch's index_add_ is: on the CPU always, on CUDA under
+            torch.use_deterministic_algorithms.
 
     Returns:
         dq, dk, dw in the dtypes of q, k, w.
