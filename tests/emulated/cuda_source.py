@@ -53,9 +53,8 @@ def _parameter(text: str) -> Parameter:
 def _declaration(parameter: Parameter) -> str:
     if parameter.kind == "tensor":
         return f"tl_emulator::Pointer<{parameter.ctype}> {parameter.name}"
-    return f"const {parameter.ctype} {parameter.name}" if parameter.kind == "map" else (
-        f"{parameter.ctype} {parameter.name}"
-    )
+    const = "const " if parameter.kind == "map" else ""
+    return f"{const}{parameter.ctype} {parameter.name}"
 
 
 def _argument(i: int, parameter: Parameter) -> str:
@@ -128,6 +127,9 @@ def rewrite(source: str, *, disjoint_arrays: bool) -> tuple[str, list[CudaKernel
     text = _BARRIERS.sub(r'const tl_emulator::MbarrierArray \1("\1", \2);', text)
     text = _shared_arrays(text, disjoint_arrays)
     text = _canonical_nans(text)
+    for name in {p.name for kernel in kernels for p in kernel.parameters if p.kind == "tensor"}:
+        # An address may lie outside where a predicate keeps it from being used; whoever uses it checks it.
+        text = re.sub(rf"&\({name}\[", f"&({name}.unchecked()[", text)
     if unknown := re.search(r"[^\n]*__shared__[^\n]*", text):
         raise ValueError(f"shared memory declaration that the emulator does not know: {unknown[0].strip()}")
     if not kernels:

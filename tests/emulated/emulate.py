@@ -10,7 +10,6 @@ Not modelled: the register file, memory order between proxies (fences), and thre
 
 import contextlib
 import ctypes
-import hashlib
 import itertools
 import shutil
 import subprocess
@@ -24,10 +23,11 @@ from host_program import Data, HostProgram, LaunchRequest, TensorMap
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
 HEADERS = Path(__file__).parent / "cuda"
 FLAGS = (
-    "-std=c++17 -O1 -w -fPIC -shared -fno-strict-aliasing -fwrapv -ffp-contract=off -U_FORTIFY_SOURCE "
+    *("-std=c++17", "-O1", "-w", "-fPIC", "-shared"),
+    *("-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off", "-U_FORTIFY_SOURCE"),
     # Uninitialised locals hold a pattern (registers hold garbage), and indices outside local arrays trap.
-    "-ftrivial-auto-var-init=pattern -fsanitize=bounds -fsanitize-undefined-trap-on-error"
-).split()
+    *("-ftrivial-auto-var-init=pattern", "-fsanitize=bounds", "-fsanitize-undefined-trap-on-error"),
+)
 _MESSAGE_BYTES = 16384
 _ORDERS = ("forward", "reverse", "random")
 _TIMINGS = ("late", "early", "random")
@@ -35,6 +35,10 @@ _TIMINGS = ("late", "early", "random")
 
 class EmulationError(RuntimeError):
     """The kernel did something that would fail, hang or be undefined on the GPU."""
+
+
+class EmulatorGap(RuntimeError):
+    """The emitted text does not compile: it uses something that the emulator lacks. Says nothing about the kernel."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,9 @@ def unavailable() -> str | None:
     from nemo_v4_indexer.kernels import runtime
 
     return runtime.tilelang_problem()
+
+
+_serial = itertools.count()
 
 
 class _Map(ctypes.Structure):
@@ -147,38 +154,27 @@ def _reuse_disabled(pass_configs) -> bool:
     return bool(names.get("tl.disable_shared_memory_reuse"))
 
 
-class EmulatedKernel:
-    """A TileLang program, callable on CPU tensors as a compiled kernel is on CUDA tensors."""
+class CudaModule:
+    """Emitted CUDA text, compiled for the emulator. g++ runs in the background until the first launch."""
 
-    def __init__(self, prim_func, pass_configs=None, folder: Path | str = ".", change_source=None):
-        """change_source: maps the emitted CUDA text before it is compiled, to plant faults.
-
-        Raises EmulationError if the text does not compile, which names what the emulator lacks.
-        """
-        artifact = lower(prim_func, pass_configs)
-        self.source = artifact.kernel_source
-        changed = change_source(self.source) if change_source else self.source
-        text, kernels = rewrite(changed, disjoint_arrays=_reuse_disabled(pass_configs))
-        self._library = _compile(text, Path(folder))
+    def __init__(self, source: str, folder: Path | str, *, disjoint_arrays: bool):
+        text, kernels = rewrite(source, disjoint_arrays=disjoint_arrays)
         self._kernels = {kernel.name: kernel for kernel in kernels}
-        tags = {
-            name.name_hint: tuple(str(tag) for tag in function.attrs["tirx.kernel_launch_params"])
-            for name, function in artifact.device_mod.functions.items()
-        }
-        (host,) = artifact.host_mod.functions.values()
-        self._host = HostProgram(host, tags)
+        self._library = None
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        # A fresh name each time: the loader would hand out an older library of the same path.
+        self._stem = folder / f"{kernels[0].name}_{next(_serial)}"
+        self._stem.with_suffix(".cpp").write_text(text)
+        command = ["g++", *FLAGS, "-I", str(HEADERS), "-o", f"{self._stem}.so", f"{self._stem}.cpp"]
+        self._compiler = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
-    def __call__(self, *arguments) -> None:
-        """Raises HostError where the host function refuses the arguments, EmulationError where the kernel fails."""
-        for request in self._host.launches(arguments):
-            self._launch(request, _active[-1])
-
-    def _launch(self, request: LaunchRequest, schedule: Schedule) -> None:
+    def launch(self, request: LaunchRequest, schedule: Schedule) -> None:
+        """Raises EmulatorGap if the text does not compile, EmulationError if the run fails."""
+        library = self._load()
         parameters = self._kernels[request.kernel].parameters
         values = [v[0] if isinstance(v, list) else v for v in request.arguments]
-        arguments = (_Argument * len(values))(
-            *(_argument(p.name, v) for p, v in zip(parameters, values, strict=True))
-        )
+        arguments = (_Argument * len(values))(*(_argument(p.name, v) for p, v in zip(parameters, values, strict=True)))
         launch = _Launch(
             kernel=request.kernel.encode(),
             arguments=arguments,
@@ -193,27 +189,45 @@ class EmulatedKernel:
             seed=schedule.seed,
         )
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-        entry = getattr(self._library, f"emulate_{request.kernel}")
+        entry = getattr(library, f"emulate_{request.kernel}")
         if entry(ctypes.byref(launch), message, ctypes.c_size_t(_MESSAGE_BYTES)):
             raise EmulationError(message.value.decode())
 
-
-_serial = itertools.count()
-
-
-def _compile(text: str, folder: Path) -> ctypes.CDLL:
-    folder.mkdir(parents=True, exist_ok=True)
-    # A fresh name each time: the loader would hand out an older library of the same path.
-    stem = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}_{next(_serial)}"
-    stem.with_suffix(".cpp").write_text(text)
-    command = ["g++", *FLAGS, "-I", str(HEADERS), "-o", f"{stem}.so", f"{stem}.cpp"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise EmulationError(f"the emitted CUDA does not compile for the emulator:\n{done.stderr[:4000]}")
-    return ctypes.CDLL(f"{stem}.so")
+    def _load(self) -> ctypes.CDLL:
+        if self._compiler.returncode is None:
+            _, self._errors = self._compiler.communicate()
+        if self._compiler.returncode:
+            raise EmulatorGap(f"the emitted CUDA does not compile for the emulator:\n{self._errors[:4000]}")
+        if self._library is None:
+            self._library = ctypes.CDLL(f"{self._stem}.so")
+        return self._library
 
 
-def empty_like_poison(*shape, dtype=torch.float32) -> torch.Tensor:
+class EmulatedKernel:
+    """A TileLang program, callable on CPU tensors as a compiled kernel is on CUDA tensors."""
+
+    def __init__(self, prim_func, pass_configs=None, folder: Path | str = "."):
+        artifact = lower(prim_func, pass_configs)
+        self.source = artifact.kernel_source
+        self._module = CudaModule(self.source, folder, disjoint_arrays=_reuse_disabled(pass_configs))
+        tags = {
+            name.name_hint: tuple(str(tag) for tag in function.attrs["tirx.kernel_launch_params"])
+            for name, function in artifact.device_mod.functions.items()
+        }
+        (host,) = artifact.host_mod.functions.values()
+        self._host = HostProgram(host, tags)
+
+    def __call__(self, *arguments) -> None:
+        """Raises HostError where the host function refuses the arguments, EmulationError where the kernel fails."""
+        for request in self.launches(*arguments):
+            self._module.launch(request, _active[-1])
+
+    def launches(self, *arguments) -> list[LaunchRequest]:
+        """What a call with these arguments would launch."""
+        return self._host.launches(arguments)
+
+
+def poisoned(*shape, dtype=torch.float32) -> torch.Tensor:
     """A tensor whose every element is wrong: NaN, or the smallest integer."""
     value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
     return torch.full(shape, value, dtype=dtype)

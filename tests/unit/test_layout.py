@@ -29,7 +29,7 @@ def test_every_row_has_one_owner(make, size):
 
 
 def test_zigzag_is_megatrons():
-    """Local row 4 of zigzag context parallelism over 16 rows and two ranks is global row 12, which sees three groups."""
+    """Local row 4 of 16 rows over two ranks is row 12 of the sequence, which sees three groups."""
     layout = visibility.zigzag(16, 2, 0)
     assert layout.positions().tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
     _, end = visibility.row_limits(layout.positions(), 4, 4)

@@ -66,6 +66,7 @@ class Pointer {
 
   T& operator[](int64_t i) const { return *check(at_ + i, sizeof(T), 1); }
   T& operator*() const { return *check(at_, sizeof(T), 1); }
+  T* unchecked() const { return at_; }
   Pointer operator+(int64_t i) const { return {at_ + i, begin_, bytes_, name_}; }
   Pointer operator-(int64_t i) const { return {at_ - i, begin_, bytes_, name_}; }
 

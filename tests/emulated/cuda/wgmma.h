@@ -144,7 +144,7 @@ class MatrixQueue final : public Waitable {
     Lane& self = lanes_[lane()];
     warp_ = block().thread() / 32;
     if (!self.fenced) {
-      fail("wgmma without a warpgroup_arrive since the last commit");
+      fail("wgmma without a warpgroup_arrive since its registers were handed back");
     }
     size_t index = self.issued++;
     if (index == log_.size()) {
@@ -168,7 +168,6 @@ class MatrixQueue final : public Waitable {
   void commit() {
     Lane& self = lanes_[lane()];
     self.commits.push_back(self.issued);
-    self.fenced = false;
   }
 
   void wait(size_t allowed) {
@@ -180,6 +179,9 @@ class MatrixQueue final : public Waitable {
     }
     if (done_ < needed) {
       execute_up_to(needed);
+    }
+    if (done_ >= self.issued) {
+      self.fenced = false;  // from here on the kernel may touch the registers
     }
     block().give_way();
   }
