@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_v4_indexer.ops.dispatch import resolve_backend
+from nemo_v4_indexer.ops.indexer import resolve_backend
 from nemo_v4_indexer.training import checkpoint, curves, step
 from nemo_v4_indexer.training.config import PretrainConfig
 from nemo_v4_indexer.training.cpu_host import megatron_on
