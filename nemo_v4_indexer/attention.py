@@ -1,7 +1,7 @@
 """DeepSeek-V4's self-attention: sliding window, selected compressed entries and a sink in one softmax.
 
-S tokens of the sequence, L tokens of this rank, B batch, N attention heads of this rank, C latent dim, G compressed
-entries, K top-k, R sampled rows.
+S tokens of the sequence, L tokens this rank holds, Q query rows of its heads, P query rows its indexer scores, B batch,
+N attention heads of this rank, C latent dim, G compressed entries, K top-k.
 
 One latent per token is key and value of every head. Heads (and the groups of the output projection) are divided over
 the tensor parallel ranks; token latents, compressed entries and the indexer's selection are the same on each.
@@ -20,14 +20,15 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
-from nemo_v4_indexer import parallel, reference, rotary, visibility
+from nemo_v4_indexer import parallel, rotary, sharding
 from nemo_v4_indexer.compressor import V4Compressor
 from nemo_v4_indexer.config import RopeConfig
-from nemo_v4_indexer.diagnostics import sampled_rows
+from nemo_v4_indexer.diagnostics import SAMPLED_ROWS
 from nemo_v4_indexer.layer import V4Indexer
 from nemo_v4_indexer.modules import Float32Module, ReplicatedLinear, RMSNorm
 from nemo_v4_indexer.ops.loss import attach_loss
-from nemo_v4_indexer.ops.sparse_attention import Entries, attention_mass, sparse_attention
+from nemo_v4_indexer.ops.sparse_attention import Entries, sparse_attention
+from nemo_v4_indexer.teacher import Teacher
 
 
 @dataclass
@@ -53,70 +54,19 @@ class Sink(Float32Module):
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
 
-class Teacher:
-    """The main attention as the indexer's teacher: its mass on compressed entries, summed over all heads. No gradient.
-
-    Args:
-        q: [S, B, N, C] and denominator: fp32 [B, N, S], of this rank's heads, as `sparse_attention` used and gave it.
-        entries: `Entries` the attention used. scale: of its logits.
-        tp_group: ranks the heads are divided over. row_group: ranks the indexer's rows are divided over, or None.
-        workspace_bytes: bound on the intermediates of one chunk of rows.
-    """
-
-    def __init__(self, q, denominator, entries, scale, tp_group, row_group, workspace_bytes):
-        self.q, self.denominator, self.entries, self.scale = q.detach(), denominator, entries, scale
-        self.tp_group, self.row_group, self.workspace_bytes = tp_group, row_group, workspace_bytes
-        self.tokens = q.shape[0] * q.shape[1]
-        self.rows = (entries.end > entries.start).sum().clamp(min=1)
-        """Rows of the whole sequence and batch that see a key; scalar tensor."""
-
-    def _mass(self, rows, entries):
-        """Mass [B, R, K or G] that this rank's heads put on the entries, at the given row numbers."""
-        indices = None if entries.indices is None else entries.indices[:, rows]
-        part = Entries(entries.latent, indices, entries.start[:, rows], entries.end[:, rows])
-        return attention_mass(self.q[rows], self.denominator[..., rows], part, self.scale)
-
-    def _own_mass(self, lo, hi):
-        """Mass of this rank's rows lo .. hi - 1, over all heads."""
-        size = parallel.group_size(self.row_group)
-        length = self.q.shape[0] // size
-        rows = torch.cat([torch.arange(i * length + lo, i * length + hi, device=self.q.device) for i in range(size)])
-        mass = self._mass(rows, self.entries)
-        if size == 1:
-            return parallel.sum_over_ranks(mass, self.tp_group)
-        return parallel.sum_to_owners(mass, self.row_group)
-
-    def visible_mass(self, lo, hi):
-        """[B, hi - lo, G]. Of own rows, over every visible entry; the attention must have used all of them."""
-        return self._own_mass(lo, hi)
-
-    def selected_mass(self):
-        """[B, L, K]. Of own rows, at the selected entries."""
-        size = parallel.group_size(self.row_group)
-        _, b, n, c = self.q.shape
-        bytes_per_row = size * b * self.entries.width * (8 * n + c * self.q.element_size())
-        chunks = reference.chunk_rows(self.q.shape[0] // size, bytes_per_row, self.workspace_bytes)
-        return torch.cat([self._own_mass(lo, hi) for lo, hi in chunks], dim=1)
-
-    def sampled_mass(self, rows):
-        """[B, R, G]. Of sampled rows of the whole sequence, over every visible entry; the same on every rank."""
-        return parallel.sum_over_ranks(self._mass(rows, self.entries._replace(indices=None)), self.tp_group)
-
-
 class V4SelfAttention(MegatronModule):
     """Self-attention of one layer: "window", "sparse" (with an indexer) or "heavy" (all compressed entries).
 
     Args:
         config: TransformerConfig.
         submodules: `V4SelfAttentionSubmodules`, or None for the defaults.
-        layer_number: global, 1-based.
-        layer: `LayerConfig`; its layer_number must agree.
+        layer_number: global, 1-based (Megatron's own numbering for MTP layers).
+        layer: `LayerConfig`; its layer_number must agree, but for MTP layers.
         attention: `AttentionConfig`.
         pg_collection: process groups, of which `tp` is read.
 
     Raises:
         ValueError: heads or output groups do not divide over the tensor parallel ranks, or layer numbers differ.
-        NotImplementedError: context parallelism.
     """
 
     def __init__(self, config, submodules=None, layer_number=1, *, layer, attention, pg_collection, **_):
@@ -124,7 +74,8 @@ class V4SelfAttention(MegatronModule):
         submodules = submodules or V4SelfAttentionSubmodules()
         tp = pg_collection.tp
         _check(config, layer_number, layer, attention, tp.size())
-        self.layer, self.attention, self.layer_number, self.tp_group = layer, attention, layer_number, tp
+        self.layer, self.attention, self.layer_number = layer, attention, layer.layer_number
+        self.pg, self.tp_group = pg_collection, tp
         self.heads, self.groups = attention.n_heads // tp.size(), attention.o_groups // tp.size()
         # A raw token is its own entry where the ratio is 1; a window would count it twice.
         self.window = 0 if layer.compress_ratio == 1 else layer.window
@@ -160,7 +111,7 @@ class V4SelfAttention(MegatronModule):
                 submodules.indexer,
                 config,
                 None,
-                layer_number,
+                layer.layer_number,
                 layer=layer,
                 q_lora_rank=rank,
                 pg_collection=pg_collection,
@@ -186,70 +137,101 @@ class V4SelfAttention(MegatronModule):
             output: as hidden_states; bias: None.
 
         Raises:
-            NotImplementedError: inference_context or packed_seq_params is given.
+            NotImplementedError: inference_context is given, or packed sequences under context parallelism.
+            ValueError: packed sequences with a batch.
         """
-        for name, value in (("inference_context", inference_context), ("packed_seq_params", packed_seq_params)):
-            if value is not None:
-                raise NotImplementedError(f"V4SelfAttention does not support {name} (layer {self.layer_number})")
-        qr = self.q_norm(self.wq_a(hidden_states))
-        q, latent = self._queries(qr), self._latent(hidden_states)
-        entries, selection = self._entries(hidden_states, qr, latent)
-        workspace = self.layer.workspace_mib * 2**20
-        out, denominator = sparse_attention(
-            q, latent, entries, self.sink.weight, window=self.window, scale=self.scale, workspace_bytes=workspace
+        if inference_context is not None:
+            raise NotImplementedError(
+                f"V4SelfAttention (layer {self.layer_number}) trains; inference_context must be None"
+            )
+        shards = sharding.shard(
+            self.config, self.pg, hidden_states.shape[0], self._share, _cu_seqlens(packed_seq_params)
         )
-        out = self._project_out(out)
+        if packed_seq_params is not None:
+            self._check_packed(hidden_states)
+        table = rotary.rotary_table(shards.positions(shards.queries, hidden_states.device), self.rope)
+        qr = self.q_norm(self.wq_a(hidden_states))
+        q = self._queries(qr, table)
+        latent = self._latent(hidden_states, shards)
+        entries, selection = self._entries(hidden_states, qr, latent, shards)
+        out, denominator = self._attend(q, latent, entries, shards)
+        out = self._project_out(out, table)
         if selection is not None and (self.indexer.trains or self.indexer.collects):
-            group = selection.group
-            teacher = Teacher(q, denominator, entries, self.scale, self.tp_group, group, workspace)
+            ratio, workspace = self.layer.compress_ratio, self.layer.workspace_mib * 2**20
+            teacher = Teacher(q, denominator, entries, self.scale, shards, self.tp_group, ratio, workspace)
             if self.indexer.trains:
                 out = attach_loss(out, self.indexer.loss(selection, teacher))
             if self.indexer.collects:
                 self._diagnose(selection, teacher)
         return out, None
 
-    def _sequence(self, rows):
-        """All tokens' rows from this rank's, each rank's heads using them on their own."""
-        if self.config.sequence_parallel:
-            return parallel.gather_rows(rows, self.tp_group)
-        return parallel.sum_gradient(rows, self.tp_group)
+    def _share(self, even, queries):
+        return self.indexer.share(even, queries) if self.layer.has_indexer else even
 
-    def _queries(self, qr):
+    def _check_packed(self, hidden_states):
+        if hidden_states.shape[1] != 1:
+            raise ValueError(f"packed sequences have batch 1, got hidden_states {tuple(hidden_states.shape)}")
+        if self.config.context_parallel_size > 1:
+            raise NotImplementedError("V4SelfAttention does not support packed sequences under context parallelism")
+
+    def _sequence(self, rows, shards):
+        """All tokens' rows from this rank's, each rank's heads using them on their own."""
+        rows = sharding.gather_in_order(rows, shards.held, shards.held_group)
+        return rows if self.config.sequence_parallel else parallel.sum_gradient(rows, self.tp_group)
+
+    def _queries(self, qr, table):
         q, _ = self.wq_b(qr)  # gathers the sequence under sequence parallelism
         q = q.view(*q.shape[:2], self.heads, self.attention.head_dim)
         q = torch.nn.functional.rms_norm(q.float(), q.shape[-1:], eps=self.config.layernorm_epsilon).to(q.dtype)
-        return rotary.rotate_interleaved(q, self._table(0, q.shape[0], q.device))
+        return rotary.rotate_interleaved(q, table)
 
-    def _table(self, first, rows, device, inverse=False):
-        return rotary.rotary_table(torch.arange(first, first + rows, device=device), self.rope, inverse)
-
-    def _latent(self, x):
+    def _latent(self, x, shards):
         """Token latents [S, B, C], from this rank's tokens."""
-        first = parallel.group_rank(self.tp_group) * x.shape[0] if self.config.sequence_parallel else 0
-        latent = rotary.rotate_interleaved(self.kv_norm(self.wkv(x)), self._table(first, x.shape[0], x.device))
-        return self._sequence(latent)
+        table = rotary.rotary_table(shards.positions(shards.held, x.device), self.rope)
+        return self._sequence(rotary.rotate_interleaved(self.kv_norm(self.wkv(x)), table), shards)
 
-    def _entries(self, x, qr, latent):
+    def _entries(self, x, qr, latent, shards):
         """`Entries` to attend to, and the indexer's `Selection`; None where the layer has none."""
         ratio = self.layer.compress_ratio
         if ratio == 0:
             return None, None
-        if ratio == 1:
-            compressed = latent
-        elif self.config.sequence_parallel:
-            compressed = self.compressor(x, self.tp_group)
-        else:
-            compressed = parallel.sum_gradient(self.compressor(x), self.tp_group)
-        rows, batch = latent.shape[:2]
-        limits = visibility.causal_limits(rows, ratio, compressed.shape[0], x.device)
-        limits = visibility.batched_limits(*limits, batch, rows, compressed.shape[0])
-        selection = self.indexer(x, qr) if self.layer.has_indexer else None
+        compressed = latent
+        if ratio > 1:
+            compressed = self.compressor(x, shards.held, shards.held_group, shards.documents)
+            if not self.config.sequence_parallel:
+                compressed = parallel.sum_gradient(compressed, self.tp_group)
+        limits = shards.limits(shards.queries, ratio, compressed.shape[0], x.shape[1], x.device)
+        selection = self.indexer(x, qr, shards) if self.layer.has_indexer else None
         indices = None if selection is None else selection.indices
         return Entries(compressed, indices, *limits), selection
 
-    def _project_out(self, out):
-        """[S, B, N, C] -> [L, B, hidden]: inverse RoPE, each head group to o_lora_rank, then all groups to hidden."""
-        out = rotary.rotate_interleaved(out, self._table(0, out.shape[0], out.device, inverse=True))
+    def _attend(self, q, latent, entries, shards):
+        """Attention of this rank's query rows, one run of consecutive ones at a time: as `sparse_attention`."""
+        first_keys = None if shards.documents is None else shards.documents.starts()
+        outs, place = [], 0
+        for start, stop in shards.queries.own:
+            rows = slice(place, place + stop - start)
+            outs.append(
+                sparse_attention(
+                    q[rows],
+                    latent,
+                    None if entries is None else entries.rows(rows.start, rows.stop),
+                    self.sink.weight,
+                    window=self.window,
+                    scale=self.scale,
+                    first_position=start,
+                    first_keys=first_keys,
+                    workspace_bytes=self.layer.workspace_mib * 2**20,
+                )
+            )
+            place = rows.stop
+        out, denominator = zip(*outs, strict=True)
+        return torch.cat(out), torch.cat(denominator, dim=-1)
+
+    def _project_out(self, out, table):
+        """[Q, B, N, C] -> [L, B, hidden]: inverse RoPE, each head group to o_lora_rank, then all groups to hidden."""
+        cos, sin = table
+        out = rotary.rotate_interleaved(out, (cos, -sin))
         out = out.reshape(*out.shape[:2], self.groups, -1)
         out = torch.einsum("sbgc,gfc->sbgf", out, self.wo_a.to(out.dtype)).flatten(2)
         return self.wo_b(out)[0]
@@ -257,17 +239,19 @@ class V4SelfAttention(MegatronModule):
     @torch.no_grad()
     def _diagnose(self, selection, teacher):
         """Add the recall and tie rate of sampled rows to the indexer's statistics."""
-        layer, statistics = self.layer, self.indexer.statistics
-        rows = sampled_rows(teacher.q.shape[0], layer.topk, layer.compress_ratio, teacher.q.device)
-        if selection.indices is None or rows is None:
+        layer, statistics, shards = self.layer, self.indexer.statistics, teacher.shards
+        sees_more = (layer.topk + 1) * layer.compress_ratio - 1  # first position with more visible keys than topk
+        sampled = shards.sampled_queries(SAMPLED_ROWS, sees_more)
+        if selection.indices is None or not sampled or shards.documents is not None:
             return
-        entries = teacher.entries
-        visible_keys = (entries.end - entries.start)[0, rows]
+        rows = torch.tensor(sampled, device=selection.q.device)
+        visible_keys = (teacher.entries.end - teacher.entries.start)[0, rows]
         statistics.add_recall(teacher.sampled_mass(rows), selection.indices[:, rows], visible_keys)
-        own = rows - parallel.group_rank(selection.group) * selection.q.shape[0]
-        own = own[(own >= 0) & (own < selection.q.shape[0])]
-        start, end = (limit[:, own] for limit in selection.limits)
-        statistics.add_ties(selection.q[own], selection.k, selection.weights[own], start, end, layer.topk)
+        own = [place for row in sampled if (place := shards.share.place(row)) is not None]
+        if own:
+            own = torch.tensor(own, device=rows.device)
+            start, end = (limit[:, own] for limit in selection.limits)
+            statistics.add_ties(selection.q[own], selection.k, selection.weights[own], start, end, layer.topk)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """Megatron's distributed checkpoint entries; the grouped projection and the sink are divided over heads."""
@@ -279,14 +263,17 @@ class V4SelfAttention(MegatronModule):
         return state
 
 
+def _cu_seqlens(packed_seq_params):
+    """Document borders, int [N + 1], of Megatron's PackedSeqParams (thd), or None."""
+    if packed_seq_params is None:
+        return None
+    padded = packed_seq_params.cu_seqlens_q_padded
+    return packed_seq_params.cu_seqlens_q if padded is None else padded
+
+
 def _check(config, layer_number, layer, attention, tensor_parallel):
-    if layer.layer_number != layer_number:
+    if layer.layer_number != layer_number and not layer.is_mtp:  # Megatron numbers MTP layers from 1 again
         raise ValueError(f"layer {layer_number} was given the settings of layer {layer.layer_number}")
-    if config.context_parallel_size > 1:
-        raise NotImplementedError(
-            "V4SelfAttention does not support context parallelism; context_parallel_size must be 1, got "
-            f"{config.context_parallel_size}"
-        )
     for name in ("n_heads", "o_groups"):
         value = getattr(attention, name)
         if value % tensor_parallel:

@@ -98,6 +98,7 @@ class LayerConfig:
     workspace_mib: int
     deterministic: bool | None
     precise: bool
+    balance_rows: bool | None
     loss: LossConfig
 
     @property
@@ -139,6 +140,8 @@ class IndexerConfig(ConfigBase):
     """Bitwise repeatable gradients."""
     precise: bool = field(default=False, metadata=by(flag()))
     """Gradients at fp32-like instead of bf16 accuracy, at some cost in speed."""
+    balance_rows: bool | None = field(default=None, metadata=by(flag(allow_none="where a cost model says it pays")))
+    """Tensor parallel ranks score query rows of even work; with consecutive rows the last does up to twice the mean."""
     loss: LossConfig = field(default_factory=LossConfig, metadata=by(nested(LossConfig)))
 
     def check_together(self) -> None:
@@ -191,6 +194,7 @@ class IndexerConfig(ConfigBase):
             workspace_mib=self.workspace_mib,
             deterministic=self.deterministic,
             precise=self.precise,
+            balance_rows=self.balance_rows,
             loss=self.loss,
         )
 

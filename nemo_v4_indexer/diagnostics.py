@@ -80,10 +80,3 @@ class Statistics:
         """Named means of sums [8]; a name whose rows were never counted is left out."""
         sums = dict(zip(_SUMS, sums.tolist(), strict=True))
         return {name: sums[top] / sums[rows] for name, (top, rows) in _RATIOS.items() if sums[rows]}
-
-
-def sampled_rows(sequence, topk, compress_ratio, device):
-    """Up to SAMPLED_ROWS row numbers, spread over the rows that see more keys than topk; int64, may be empty."""
-    first = (topk + 1) * compress_ratio - 1
-    count = min(SAMPLED_ROWS, max(0, sequence - first))
-    return torch.linspace(first, sequence - 1, count, device=device).round().long() if count else None

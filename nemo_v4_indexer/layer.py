@@ -9,13 +9,12 @@ Parameters are replicated, and a rank's gradients are partial sums over its rows
 import contextlib
 import contextvars
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from nemo_v4_indexer import parallel, rotary, visibility
+from nemo_v4_indexer import parallel, rotary, sharding, visibility
 from nemo_v4_indexer.compressor import V4Compressor
 from nemo_v4_indexer.diagnostics import Statistics
 from nemo_v4_indexer.modules import Float32Linear, Float32Module, ReplicatedLinear, mark_replicated
@@ -44,13 +43,15 @@ class UncompressedKeys(Float32Module):
         self.wk = Float32Linear(config, config.hidden_size, head_dim)
         self.norm = torch.nn.LayerNorm(head_dim, eps=config.layernorm_epsilon)
 
-    def forward(self, x, group=None):
-        """[L, B, hidden] -> [S, B, D], dtype of x, on every rank of the group that shares the sequence."""
-        first = parallel.group_rank(group) * x.shape[0]
-        positions = torch.arange(first, first + x.shape[0], device=x.device)
+    def forward(self, x, layout=None, group=None, documents=None):
+        """[L, B, hidden] -> [S, B, D], dtype of x, on every rank; arguments as in `V4Compressor.forward`."""
+        layout = layout or visibility.contiguous(x.shape[0], 1, 0)
+        positions = layout.positions(x.device)
+        if documents is not None:
+            positions = documents.positions()[positions]
         keys = rotary.rotate_half_split(self.norm(self.wk(x)), rotary.rotary_table(positions, self.rope))
         keys = rotary.hadamard_rotation(keys) if self.rotate else keys
-        return parallel.gather_rows(keys.to(x.dtype), group)
+        return sharding.gather_in_order(keys.to(x.dtype), layout, group)
 
 
 @dataclass
@@ -65,20 +66,18 @@ class V4IndexerSubmodules:
 
 @dataclass
 class Selection:
-    """What an indexer chose, and what its loss needs. "Own rows" are the L rows this rank scored.
+    """What an indexer chose, and what its loss needs. "Own rows" are the P query rows this rank scored.
 
-    q: [L, B, H, D]; k: [G, B, D]; weights: fp32 [L, B, H]. Of own rows.
-    limits: (start, end), int32 [B, L]. Of own rows.
-    group: ranks the rows are divided over; None when every rank scored them all.
-    scores: fp32 [B, L, K]; own_indices: int32 [B, L, K]. None in the dense stage.
-    indices: int32 [B, S, K], all rows. None in the dense stage: attend to everything visible.
+    q: [P, B, H, D]; k: [G, B, D]; weights: fp32 [P, B, H]. Of own rows.
+    limits: (start, end), int32 [B, P]. Of own rows.
+    scores: fp32 [B, P, K]; own_indices: int32 [B, P, K]. None in the dense stage.
+    indices: int32 [B, Q, K], of all query rows of this rank's heads. None in the dense stage: attend to all visible.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     weights: torch.Tensor
     limits: tuple[torch.Tensor, torch.Tensor]
-    group: Any
     scores: torch.Tensor | None = None
     own_indices: torch.Tensor | None = None
     indices: torch.Tensor | None = None
@@ -106,7 +105,8 @@ class V4Indexer(MegatronModule):
                 f"layer {layer_number} is {layer.kind!r} (ratio {layer.compress_ratio}), an indexer needs 'sparse'"
             )
         submodules = submodules or V4IndexerSubmodules()
-        self.layer, self.layer_number, self.tp_group = layer, layer_number, pg_collection.tp
+        self.layer, self.layer_number, self.q_lora_rank = layer, layer_number, q_lora_rank
+        self.groups, self.tp_group = pg_collection, pg_collection.tp
         h, d, ratio = layer.n_heads, layer.head_dim, layer.compress_ratio
         self.wq_b = build_module(submodules.wq_b, config, q_lora_rank, h * d)
         self.weights_proj = build_module(submodules.weights_proj, config, config.hidden_size, h)
@@ -123,6 +123,12 @@ class V4Indexer(MegatronModule):
         if not layer.loss.enabled:
             # No other gradient reaches these parameters, and optimizers that wait for one would hang.
             self.requires_grad_(False)
+
+    @property
+    def sequence_ranks(self):
+        """Group of the ranks that divide a sequence: tensor and context parallel."""
+        split = parallel.group_size(getattr(self.groups, "cp", None)) > 1
+        return self.groups.tp_cp if split else self.tp_group
 
     def set_step(self, step):
         """Choose the loss stage of the optimizer step `step` (0-based): dense for the first warmup_steps."""
@@ -143,64 +149,93 @@ class V4Indexer(MegatronModule):
         """Whether a forward now gathers diagnostics."""
         return _collecting.get() or (self.training and torch.is_grad_enabled())
 
+    def shard(self, rows, cu_seqlens=None):
+        """The `Sharding` of hidden states with `rows` rows on this rank; cu_seqlens as in `forward`."""
+        return sharding.shard(self.config, self.groups, rows, self.share, cu_seqlens)
+
+    def share(self, even, queries):
+        """Division of the query rows over the tensor parallel ranks: even in rows, or in work where that pays."""
+        layer, (size, rank) = self.layer, (even.size, even.rank)
+        rows = even.runs[-1][-1][1]
+        if layer.balance_rows is False or rows % (2 * size):
+            return even
+        zigzag = visibility.zigzag(rows, size, rank)
+        if layer.balance_rows is None:
+            moved = rows // 2 // size if self.config.sequence_parallel else 0
+            row_bytes = 2 * self.q_lora_rank + 8 * layer.n_heads  # qr there, head weights there and their gradient back
+            work = [
+                max(visibility.causal_work(queries.compose(share, 0), layer.compress_ratio)) for share in (even, zigzag)
+            ]
+            if not sharding.balancing_pays(work, 2 * layer.n_heads * layer.head_dim, moved * row_bytes):
+                return even
+        return zigzag
+
     def forward_before_topk(self, x, qr, packed_seq_params=None):
         """Queries, keys and head weights; the entry that Megatron's DSAttention calls (ratio 1).
 
         Args:
-            x: [L, B, hidden]; qr: [L, B, q_lora_rank]. This rank's rows under sequence parallelism, else all.
+            x: [L, B, hidden]; qr: [L, B, q_lora_rank]. Rows this rank holds.
 
         Returns:
             q [L, B, H, D], k [G, B, D], weights fp32 [L, B, H].
         """
         if packed_seq_params is not None:
-            raise NotImplementedError("V4Indexer: packed sequences (packed_seq_params) are not supported yet")
-        return self._project(x, qr, self.tp_group if self.config.sequence_parallel else None)
+            raise NotImplementedError("V4Indexer: packed_seq_params are not supported in forward_before_topk")
+        shards = self.shard(x.shape[0])
+        q = self._queries(qr, shards.positions(shards.held, x.device))
+        return q, self._keys(x, shards.held, shards.held_group, None), self._head_weights(x)
 
-    def _project(self, x, qr, group):
+    def _queries(self, qr, positions):
         layer = self.layer
-        rows = x.shape[0]
-        first = parallel.group_rank(group) * rows
-        table = rotary.rotary_table(torch.arange(first, first + rows, device=x.device), layer.rope)
-        q = self.wq_b(qr).view(rows, x.shape[1], layer.n_heads, layer.head_dim)
-        q = (rotary.rotate_half_split if layer.compress_ratio == 1 else rotary.rotate_interleaved)(q, table)
-        q = rotary.hadamard_rotation(q) if layer.rotate else q
-        k = (self.keys if layer.compress_ratio == 1 else self.compressor)(x, group)
-        weights = self.weights_proj(x) * (layer.n_heads * layer.head_dim) ** -0.5
-        return q, k, weights
+        q = self.wq_b(qr).view(*qr.shape[:2], layer.n_heads, layer.head_dim)
+        turn = rotary.rotate_half_split if layer.compress_ratio == 1 else rotary.rotate_interleaved
+        q = turn(q, rotary.rotary_table(positions, layer.rope))
+        return rotary.hadamard_rotation(q) if layer.rotate else q
 
-    def forward(self, x, qr):
-        """Select keys for every row of the sequence.
+    def _keys(self, x, layout, group, documents):
+        make = self.keys if self.layer.compress_ratio == 1 else self.compressor
+        return make(x, layout, group, documents)
+
+    def _head_weights(self, x):
+        return self.weights_proj(x) * (self.layer.n_heads * self.layer.head_dim) ** -0.5
+
+    def forward(self, x, qr, shards=None):
+        """Select keys for every query row of this rank's heads.
 
         Args:
-            x: [L, B, hidden], qr: [L, B, q_lora_rank]: this rank's rows under sequence parallelism, else all S rows,
-                which are then divided over the tensor parallel ranks here. Detached: the indexer learns from its loss.
+            x: [L, B, hidden], qr: [L, B, q_lora_rank]: rows this rank holds. Detached: only its loss trains it.
+            shards: `Sharding` of x; default that of a sequence without documents.
 
         Returns:
             `Selection`.
         """
+        shards = shards or self.shard(x.shape[0])
         # Nothing differentiates the scores of an evaluated model, whose caller may still have gradients on.
         with torch.set_grad_enabled(self.training and torch.is_grad_enabled()):
-            return self._select(x.detach(), qr.detach())
+            return self._select(x.detach(), qr.detach(), shards)
 
-    def _select(self, x, qr):
-        group = self.tp_group
-        if not self.config.sequence_parallel:
-            # Rows that do not divide evenly are scored on every rank.
-            group = group if x.shape[0] % group.size() == 0 else None
-            x, qr = parallel.own_rows(x, group), parallel.own_rows(qr, group)
-        rows, batch = x.shape[:2]
-        q, k, weights = self._project(x, qr, group)
-        first = parallel.group_rank(group) * rows
-        positions = torch.arange(first, first + rows, device=x.device)
-        limits = visibility.row_limits(positions, self.layer.compress_ratio, k.shape[0])
-        limits = visibility.batched_limits(*limits, batch, rows, k.shape[0])
-        selection = Selection(q, k, weights, limits, group)
+    def _select(self, x, qr, shards):
+        if self.config.sequence_parallel or shards.share_group is None:
+            k = self._keys(x, shards.held, shards.held_group, shards.documents)
+            weights = self._head_weights(x)
+            qr, weights = (
+                sharding.redistribute(t, shards.held, shards.scored, shards.held_group) for t in (qr, weights)
+            )
+        else:  # every tensor parallel rank holds all rows: each takes its share
+            own = shards.share.positions(x.device)
+            x, qr = x[own], qr[own]
+            k = self._keys(x, shards.scored, shards.scored_group, shards.documents)
+            weights = self._head_weights(x)
+        q = self._queries(qr, shards.positions(shards.scored, x.device))
+        ratio, topk = self.layer.compress_ratio, self.layer.topk
+        limits = shards.limits(shards.scored, ratio, k.shape[0], x.shape[1], x.device)
+        selection = Selection(q, k, weights, limits)
         # Gradients on or off must not matter here: recomputation runs the same forward both ways.
         if not (self.dense_stage and self.trainable):
-            ratio, topk = self.layer.compress_ratio, self.layer.topk
             scores, own = V4IndexerFunction.apply(q, k, weights, ratio, topk, None, limits, self.options)
             selection.scores, selection.own_indices = scores, own
-            selection.indices = parallel.gather_indices(own, group)
+            rows = sharding.gather_in_order(own.transpose(0, 1), shards.share, shards.share_group)
+            selection.indices = rows.transpose(0, 1)
         return selection
 
     def loss(self, selection, teacher):
@@ -214,7 +249,7 @@ class V4Indexer(MegatronModule):
             fp32 scalar. Over all ranks its gradients make those of coeff times the mean over the rows that see a key.
         """
         # Without sequence parallelism Megatron averages the ranks' gradients, which here are to be summed.
-        ranks = parallel.group_size(selection.group) if not self.config.sequence_parallel else 1
+        ranks = parallel.group_size(teacher.shards.share_group) if not self.config.sequence_parallel else 1
         # A per-token loss is divided by the number of tokens later on.
         tokens = teacher.tokens if self.config.calculate_per_token_loss else 1
         coeff = self.layer.loss.coeff * ranks * tokens

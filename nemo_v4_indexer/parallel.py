@@ -40,6 +40,19 @@ class _GatherRows(torch.autograd.Function):
         return _reduce_scatter(grad, ctx.group), None
 
 
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, sent, received, group):
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        out = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _ExchangeRows.apply(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
 class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
@@ -63,44 +76,34 @@ def sum_gradient(x, group):
     return x if group_size(group) == 1 else _SumGradient.apply(x, group)
 
 
+def exchange_rows(x, sent, received, group):
+    """Send the first sent[0] rows to rank 0 and so on: [sum(sent), ...] -> [sum(received), ...], by source rank.
+
+    Gradient: returns to the rank each row came from.
+    """
+    return _ExchangeRows.apply(x, sent, received, group)
+
+
 def own_rows(x, group):
     """This rank's share of rows that every rank holds: [size * L, ...] -> [L, ...]."""
     rows = x.shape[0] // group_size(group)
     return x[group_rank(group) * rows : (group_rank(group) + 1) * rows]
 
 
-def previous_rows(x, count, group):
-    """The `count` rows before this rank's first one: [count, ...]; rows before the sequence's first are zero.
-
-    Gradient: flows to the rank that owns the row.
-    """
-    if group_size(group) == 1:
-        return x.new_zeros(count, *x.shape[1:])
-    tail = min(count, x.shape[0])
-    # The first rank depends on the gather too: its backward takes part in the collective like everyone's.
-    tails = torch.cat([x.new_zeros(count, *x.shape[1:]), gather_rows(x[x.shape[0] - tail :], group)])
-    return tails.narrow(0, group_rank(group) * tail, count)
-
-
 def gather_uneven_rows(x, counts, group):
-    """As `gather_rows` where rank i holds counts[i] rows (known on every rank): [counts[rank], ...] -> [sum, ...]."""
+    """As `gather_rows` where rank i holds counts[i] rows, which every rank knows: [L, ...] -> [sum(counts), ...]."""
     if group_size(group) == 1:
         return x
     widest = max(counts)
+    if min(counts) == widest:
+        return gather_rows(x, group)
     padded = torch.cat([x, x.new_zeros(widest - x.shape[0], *x.shape[1:])])
     gathered = gather_rows(padded, group)
     return torch.cat([gathered[i * widest : i * widest + n] for i, n in enumerate(counts)])
 
 
-def gather_indices(indices, group):
-    """Selections of every rank's rows: [B, L, K] -> [B, size * L, K]. No gradient."""
-    if group_size(group) == 1:
-        return indices
-    return _all_gather(indices.transpose(0, 1), group).transpose(0, 1).contiguous()
-
-
 def sum_to_owners(x, group):
-    """Sum over ranks of values each rank has for every rank's rows: [B, size * L, ...] -> [B, L, ...]. No gradient."""
+    """Sum over ranks of values each rank has for all ranks' rows: [B, size * L, ...] -> [B, L, ...]. No gradient."""
     if group_size(group) == 1:
         return x
     return _reduce_scatter(x.transpose(0, 1), group).transpose(0, 1)

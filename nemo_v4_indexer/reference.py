@@ -129,9 +129,9 @@ def backward(
     Args:
         indices: int32 [B, S, K]; every index is -1 or a key.
         grad: [B, S, K]. Any strides.
-        deterministic, precise, ordered: accepted for the common signature; this backend is precise, takes indices in
-            any order, and is deterministic wherever torch's index_add_ is (CPU always; CUDA under
-            torch.use_deterministic_algorithms).
+        deterministic, precise, ordered: accepted for the common signature. This backend is precise, takes indices in
+            any order, and is deterministic where torch's index_add_ is: on the CPU always, on CUDA under
+            torch.use_deterministic_algorithms.
 
     Returns:
         dq, dk, dw in the dtypes of q, k, w.

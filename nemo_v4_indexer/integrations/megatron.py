@@ -11,6 +11,11 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec_for_backend,
+    get_mtp_num_layers_to_build,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -19,6 +24,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from megatron.core.utils import get_model_config
 
 from nemo_v4_indexer import parallel
 from nemo_v4_indexer.attention import V4SelfAttention, V4SelfAttentionSubmodules
@@ -27,6 +33,7 @@ from nemo_v4_indexer.diagnostics import Statistics
 from nemo_v4_indexer.layer import V4Indexer, collecting
 from nemo_v4_indexer.modules import RMSNorm
 from nemo_v4_indexer.ops.loss import set_loss_scale
+from nemo_v4_indexer.sharding import CP_LAYOUTS
 
 __all__ = [
     "V4TransformerConfig",
@@ -36,6 +43,7 @@ __all__ = [
     "indexer_metrics",
     "set_indexer_step",
     "v4_layer_spec",
+    "v4_mtp_spec",
 ]
 
 
@@ -51,8 +59,12 @@ class V4TransformerConfig(TransformerConfig):
     """`IndexerConfig`, or the mapping that makes one."""
     v4_attention: Any = None
     """`AttentionConfig`, or the mapping that makes one."""
+    cp_layout: str = "zigzag"
+    """Rows of context parallel ranks: "zigzag" (Megatron's batches) or "contiguous"."""
 
     def __post_init__(self):
+        if self.cp_layout not in CP_LAYOUTS:
+            raise ValueError(f"cp_layout must be one of {', '.join(CP_LAYOUTS)}, got {self.cp_layout!r}")
         for name, kind in (("v4_indexer", IndexerConfig), ("v4_attention", AttentionConfig)):
             value = getattr(self, name)
             if value is None:
@@ -114,7 +126,17 @@ def _layer(config, layer):
 
 
 def build_gpt_model(
-    model, attention, indexer, *, vocab_size, sequence_length, tensor_parallel, sequence_parallel, seed
+    model,
+    attention,
+    indexer,
+    *,
+    vocab_size,
+    sequence_length,
+    tensor_parallel=1,
+    sequence_parallel=False,
+    context_parallel=1,
+    cp_layout="zigzag",
+    seed=0,
 ):
     """Megatron's GPTModel with V4 layers, fp32; parallel state must be initialised.
 
@@ -152,12 +174,16 @@ def build_gpt_model(
         use_cpu_initialization=True,  # whole weights are drawn, then divided: the same for every number of ranks
         tensor_model_parallel_size=tensor_parallel,
         sequence_parallel=sequence_parallel and tensor_parallel > 1,
+        context_parallel_size=context_parallel,
+        cp_layout=cp_layout,
         perform_initialization=True,
+        mtp_num_layers=indexer.num_mtp_layers or None,
     )
     torch.manual_seed(seed)
     return GPTModel(
         config,
         v4_layer_spec(config),
+        mtp_block_spec=v4_mtp_spec(config),
         vocab_size=vocab_size,
         max_sequence_length=sequence_length,
         position_embedding_type="none",
@@ -165,36 +191,73 @@ def build_gpt_model(
     )
 
 
+def v4_mtp_spec(config, vp_stage=None):
+    """Multi-token-prediction layers of this pipeline stage, each with the settings of its global number, or None.
+
+    Megatron's own helper would give them the settings of the last decoder layer.
+    """
+    config = getattr(config, "transformer", config)
+    if not get_mtp_num_layers_to_build(config, vp_stage=vp_stage):
+        return None
+    backend = LocalSpecProvider()
+    layers = [layer for layer in config.v4_indexer.plan() if layer.is_mtp]
+    specs = [get_mtp_layer_spec_for_backend(_layer(config, layer), backend) for layer in layers]
+    for spec in specs:  # the backend's norm refuses sequence parallelism
+        spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = RMSNorm
+    return MultiTokenPredictionBlockSubmodules(layer_specs=specs)
+
+
 def _indexers(model):
-    return [module for module in model.modules() if isinstance(module, V4Indexer)]
+    chunks = model if isinstance(model, list | tuple) else [model]
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, V4Indexer)]
 
 
 def set_indexer_step(model, step):
-    """Put every indexer of the model in the loss stage of optimizer step `step` (0-based): dense, then sparse."""
+    """Put every indexer of the model in the loss stage of optimizer step `step` (0-based): dense, then sparse.
+
+    model: module, or list of the model chunks of virtual pipeline stages.
+    """
     for indexer in _indexers(model):
         indexer.set_step(step)
 
 
-def indexer_metrics(model):
-    """Means since the last call over rows and micro-batches, the same on every tensor parallel rank.
+def indexer_metrics(model, pipeline_group=None):
+    """Means since the last call over rows and micro-batches, the same on every rank that shares a sequence.
 
-    Every rank of the group must call it. Names are those of `diagnostics.Statistics`, averaged over the layers that
-    counted any; `layer_N/name` is the value of the layer with global number N. What was never counted is left out.
+    Every rank of the tensor, context and pipeline parallel groups must call it, with or without indexers of its own.
+    Names are those of `diagnostics.Statistics`, averaged over the layers that counted any; `layer_N/name` is the value
+    of the layer with global number N. What was never counted is left out.
+
+    Args:
+        model: module, or list of model chunks, built from a `V4TransformerConfig`.
+        pipeline_group: default: the stages that Megatron's parallel state knows.
 
     Returns:
         dict of float; empty for a model without indexers.
     """
-    indexers = _indexers(model)
-    if not indexers:
+    config = get_model_config(model[0] if isinstance(model, list | tuple) else model)
+    numbers = [layer.layer_number for layer in config.v4_indexer.plan() if layer.has_indexer]
+    if not numbers:
         return {}
-    device = next(indexers[0].parameters()).device
-    empty = torch.zeros(Statistics.size(), device=device)
-    sums = torch.stack([empty if (taken := i.statistics.take()) is None else taken for i in indexers])
-    sums = parallel.sum_over_ranks(sums, indexers[0].tp_group)
-    layers = {i.layer_number: Statistics.means(row) for i, row in zip(indexers, sums.cpu(), strict=True)}
-    names = dict.fromkeys(name for means in layers.values() for name in means)
+    if pipeline_group is None and config.pipeline_model_parallel_size > 1:
+        pipeline_group = parallel_state.get_pipeline_model_parallel_group()
+    first = model[0] if isinstance(model, list | tuple) else model
+    sums = torch.zeros(len(numbers), Statistics.size(), device=next(first.parameters()).device)
+    ranks = None
+    for indexer in _indexers(model):
+        ranks = indexer.sequence_ranks
+        if (taken := indexer.statistics.take()) is not None:
+            sums[numbers.index(indexer.layer_number)] = taken
+    sums = parallel.sum_over_ranks(sums, ranks)
+    # Every stage has a row for every layer, so one without an indexer takes part with zeros.
+    sums = parallel.sum_over_ranks(sums, pipeline_group)
+    return _means(dict(zip(numbers, sums.cpu(), strict=True)))
+
+
+def _means(sums):
+    layers = {number: Statistics.means(row) for number, row in sums.items()}
     result = {}
-    for name in names:
+    for name in dict.fromkeys(name for means in layers.values() for name in means):
         values = {number: means[name] for number, means in layers.items() if name in means}
         result[name] = sum(values.values()) / len(values)
         result |= {f"layer_{number}/{name}": value for number, value in values.items()}

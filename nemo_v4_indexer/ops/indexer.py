@@ -6,15 +6,13 @@ S query rows, B batch, H index heads, D index dim, G compressed keys, K top-k. L
 """
 
 import dataclasses
-import functools
-import logging
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from nemo_v4_indexer import checks, reference, visibility
+from nemo_v4_indexer import checks, visibility
+from nemo_v4_indexer.ops.dispatch import operations
 
-logger = logging.getLogger(__name__)
 BACKENDS = ("auto", "tilelang", "reference")
 
 
@@ -39,40 +37,6 @@ class Options:
         checks.check_int("workspace_mib", self.workspace_mib, 1)
 
 
-@functools.cache
-def _log_once(level, message):
-    logger.log(level, message)
-
-
-def resolve_backend(backend, q, topk):
-    """The backend that will run: "tilelang" or "reference".
-
-    Raises:
-        RuntimeError: "tilelang" was asked for by name where it cannot run; the message says why.
-    """
-    if backend == "reference":
-        return "reference"
-    from nemo_v4_indexer.kernels import runtime  # only here: the reference needs nothing of the kernels
-
-    reason = runtime.support(q.device, q.dtype, q.shape[2], q.shape[3], topk)
-    if reason is None:
-        return "tilelang"
-    if backend == "tilelang":
-        raise RuntimeError(f"backend 'tilelang' cannot run: {reason}; backend 'reference' runs anywhere")
-    level = logging.WARNING if q.device.type == "cuda" else logging.INFO
-    _log_once(level, f"lightning indexer: backend 'reference', because {reason}")
-    return "reference"
-
-
-def _implementation(name):
-    if name == "reference":
-        return reference.forward, reference.gather, reference.backward
-    from nemo_v4_indexer.kernels.backward import backward
-    from nemo_v4_indexer.kernels.forward import forward, gather
-
-    return forward, gather, backward
-
-
 class V4IndexerFunction(torch.autograd.Function):
     """Scores at the top-k keys of every query row, and the keys' indices.
 
@@ -88,38 +52,33 @@ class V4IndexerFunction(torch.autograd.Function):
         if limits is None:
             limits = visibility.causal_limits(s, compress_ratio, groups, index_q.device)
         start, end = visibility.batched_limits(*limits, b, s, groups)
-        backend = resolve_backend(options.backend, index_q, topk if topk_indices is None else topk_indices.shape[-1])
-        select, gather, _ = _implementation(backend)
-        workspace = options.workspace_mib * 2**20
-        with torch.autocast(index_q.device.type, enabled=False):
-            if topk_indices is None:
-                scores, indices = select(index_q, index_k, weights, start, end, topk, workspace_bytes=workspace)
-            else:
-                valid = visibility.valid_slots(topk_indices, start, end)
-                indices = topk_indices.masked_fill(~valid, -1).to(torch.int32)
-                scores = gather(index_q, index_k, weights, start, end, indices)
+        select, gather, _ = operations()
+        inputs, place = (index_q, index_k, weights, start, end), (options.backend, options.workspace_mib * 2**20)
+        if topk_indices is None:
+            scores, indices = select(*inputs, topk, *place)
+        else:
+            valid = visibility.valid_slots(topk_indices, start, end)
+            indices = topk_indices.masked_fill(~valid, -1).to(torch.int32)
+            scores = gather(*inputs, indices, *place)
         ctx.save_for_backward(index_q, index_k, weights, indices)
-        ctx.backend, ctx.options, ctx.ordered = backend, options, topk_indices is None
+        ctx.options, ctx.ordered = options, topk_indices is None
         ctx.mark_non_differentiable(indices)
         return scores, indices
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_scores, grad_indices):
-        q, k, w, indices = ctx.saved_tensors
-        *_, backward = _implementation(ctx.backend)
         options = ctx.options
-        deterministic = options.deterministic
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        how = {
-            "deterministic": deterministic,
-            "precise": options.precise,
-            "ordered": ctx.ordered,
-            "workspace_bytes": options.workspace_mib * 2**20,
-        }
-        with torch.autocast(q.device.type, enabled=False):
-            grads = backward(q, k, w, indices, grad_scores, **how)
+        *_, backward = operations()
+        grads = backward(
+            *ctx.saved_tensors,
+            grad_scores,
+            ctx.ordered,
+            options.deterministic,
+            options.precise,
+            options.backend,
+            options.workspace_mib * 2**20,
+        )
         return *grads, *[None] * (len(ctx.needs_input_grad) - 3)
 
 

@@ -56,14 +56,14 @@ def _entry_logits(q, entries, scale):
     return (logits.float() * scale).masked_fill(~valid[:, None], float("-inf")), rows
 
 
-def _attend(q, kv, first_query, first_key, entries, sink, window, scale):
+def _attend(q, kv, first_query, first_key, entries, sink, window, scale, first_keys):
     """One chunk of rows: out [s, B, N, C] and log of the softmax denominator [B, N, s]."""
     s, b, n, _ = q.shape
     parts, widths = [], []
     if window:
         query = torch.arange(first_query, first_query + s, device=q.device)
         key = torch.arange(first_key, first_key + kv.shape[0], device=q.device)
-        seen = visibility.window_mask(query, key, window)
+        seen = visibility.window_mask(query, key, window, None if first_keys is None else first_keys[query])
         parts.append((torch.einsum("sbnc,tbc->bnst", q, kv).float() * scale).masked_fill(~seen, float("-inf")))
         widths.append(kv.shape[0])
     rows = None
@@ -98,15 +98,18 @@ def _bytes_per_row(q, entries, window, workspace_bytes):
     return (row + math.isqrt(row**2 + 4 * key * workspace_bytes)) // 2 if window else row
 
 
-def sparse_attention(q, kv, entries, sink, *, window, scale, workspace_bytes=256 * 2**20):
+def sparse_attention(
+    q, kv, entries, sink, *, window, scale, first_position=0, first_keys=None, workspace_bytes=256 * 2**20
+):
     """Attention of every row to its window, its compressed entries and the sink.
 
     Args:
-        q: [S, B, N, C]. kv: [S, B, C], the token latents. Rows are consecutive tokens from position 0.
-        entries: `Entries`, or None for a layer with the window alone.
+        q: [S, B, N, C], of consecutive tokens from first_position on. kv: [T, B, C], latents of all tokens.
+        entries: `Entries` of q's rows, or None for a layer with the window alone.
         sink: [N]. Logit of each head's sink, which takes weight and gives nothing.
         window: tokens seen, t - window + 1 .. t; 0 for none.
         scale: of the logits.
+        first_keys: int [T], first token each token may see in its window (its document's); None: all.
         workspace_bytes: bound on the intermediates of one chunk of rows.
 
     Returns:
@@ -115,9 +118,10 @@ def sparse_attention(q, kv, entries, sink, *, window, scale, workspace_bytes=256
     outs, denominators = [], []
     chunks = reference.chunk_rows(q.shape[0], _bytes_per_row(q, entries, window, workspace_bytes), workspace_bytes)
     for lo, hi in chunks:
-        first_key = max(0, lo - window + 1)
+        first_query, last_query = first_position + lo, first_position + hi
+        first_key = max(0, first_query - window + 1)
         part = None if entries is None else entries.rows(lo, hi)
-        args = (q[lo:hi], kv[first_key:hi], lo, first_key, part, sink, window, scale)
+        args = (q[lo:hi], kv[first_key:last_query], first_query, first_key, part, sink, window, scale, first_keys)
         if len(chunks) > 1 and torch.is_grad_enabled():
             out, denominator = checkpoint(_attend, *args, use_reentrant=False, preserve_rng_state=False)
         else:

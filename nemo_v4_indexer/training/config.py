@@ -107,9 +107,11 @@ class ParallelConfig:
     """Tensor-parallel ranks; the remaining ranks of the launch are data-parallel."""
     sequence: bool = False
     """Split the sequence over the tensor-parallel ranks (needs tensor > 1)."""
+    context: int = 1
+    """Context-parallel ranks: each holds and queries its share of the sequence, in Megatron's zigzag order."""
 
     def __post_init__(self) -> None:
-        _at_least("parallel", self, 1, "tensor")
+        _at_least("parallel", self, 1, "tensor", "context")
         if self.sequence and self.tensor == 1:
             raise UsageError("parallel.sequence=true needs parallel.tensor greater than 1, got parallel.tensor=1")
 

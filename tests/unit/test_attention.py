@@ -1,6 +1,7 @@
 """The whole self-attention against loops in fp64: every kind of layer, every parameter's gradient."""
 
 import math
+from types import SimpleNamespace
 
 import naive_layer as naive
 import pytest
@@ -292,12 +293,13 @@ def test_errors():
         attempt(ranks=3)
     with pytest.raises(ValueError, match="o_groups 1 does not divide over 2 "):
         attempt(ranks=2, o_groups=1)
-    with pytest.raises(NotImplementedError, match=r"context.parallel.*got 2"):
-        attempt(config=transformer_config(context_parallel_size=2))
     module, x = build(4), inputs(8)
-    for name in ("inference_context", "packed_seq_params"):
-        with pytest.raises(NotImplementedError, match=f"{name} .layer 1"):
-            module(x, None, **{name: object()})
+    with pytest.raises(NotImplementedError, match=r"layer 1.*inference_context"):
+        module(x, None, inference_context=object())
+    packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 8]), cu_seqlens_q_padded=None)
+    module = build(4, config=transformer_config(context_parallel_size=2))
+    with pytest.raises(NotImplementedError, match=r"packed sequences.*context parallelism"):
+        module(inputs(8, batch=1), packed_seq_params=packed)
 
 
 def test_accepts_the_host_s_arguments():

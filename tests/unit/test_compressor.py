@@ -18,6 +18,7 @@ from mocked_parallel import (
     transformer_config,
 )
 
+from nemo_v4_indexer import visibility
 from nemo_v4_indexer.compressor import V4Compressor
 
 D, EPS = 16, 1e-6
@@ -155,7 +156,7 @@ def test_shards_equal_the_whole(monkeypatch, size, ratio, overlap, rows):
 
     def rank(group):
         own = x.detach()[group.rank() * rows :][:rows].clone().requires_grad_()
-        entries = copies[group.rank()](own, group)
+        entries = copies[group.rank()](own, visibility.contiguous(size * rows, size, group.rank()), group)
         # Each rank uses the gathered entries for its own share of the result.
         (entries * probe(entries) * (group.rank() + 1)).sum().backward()
         return entries.detach(), own.grad
@@ -177,11 +178,13 @@ def test_shards_equal_the_whole(monkeypatch, size, ratio, overlap, rows):
 
 def test_the_seam_needs_the_halo(monkeypatch):
     """Without the rows of the rank before, the entries at a seam differ: the sharded test can fail."""
-    from nemo_v4_indexer import parallel
-
     whole, x = build(4, overlap=True), inputs(16)
-    monkeypatch.setattr(parallel, "previous_rows", lambda rows, count, group: rows.new_zeros(count, *rows.shape[1:]))
-    results, _ = run_ranks(monkeypatch, 2, lambda group: whole(x[group.rank() * 8 :][:8], group).detach())
+    monkeypatch.setattr(whole, "_halos", lambda rows, layout, group: [rows.new_zeros(7, *rows.shape[1:])])
+
+    def rank(group):
+        return whole(x[group.rank() * 8 :][:8], visibility.contiguous(16, 2, group.rank()), group).detach()
+
+    results, _ = run_ranks(monkeypatch, 2, rank)
     monkeypatch.undo()
     assert relative_error(results[0][:2], whole(x)[:2]) < 1e-6
     assert relative_error(results[0][2:], whole(x)[2:]) > 0.01

@@ -1,10 +1,13 @@
 """Running sums of the indexer's diagnostics against counting by hand."""
 
+import itertools
+
 import pytest
 import torch
 from mocked_parallel import groups, inputs, layer_config, randomize, single_process, transformer_config
 
-from nemo_v4_indexer.diagnostics import SAMPLED_ROWS, Statistics, sampled_rows
+from nemo_v4_indexer import rotary, sharding
+from nemo_v4_indexer.diagnostics import SAMPLED_ROWS, Statistics
 from nemo_v4_indexer.ops.loss import LossSums
 
 
@@ -83,21 +86,26 @@ def test_ties_of_no_rows_count_nothing():
 @pytest.mark.parametrize("topk", [1, 5])
 def test_sampled_rows_are_restricted_ones(ratio, topk):
     first = next(t for t in range(1000) if (t + 1) // ratio > topk)
-    assert sampled_rows(first, topk, ratio, "cpu") is None
+
+    def sampled(length):
+        shards = sharding.shard(transformer_config(), groups(), length, lambda even, queries: even)
+        return shards.sampled_queries(SAMPLED_ROWS, (topk + 1) * ratio - 1)
+
+    assert sampled(first) == []
     for length in (first + 1, first + 2, first + 40, 1000, 5000):
-        rows = sampled_rows(length, topk, ratio, "cpu")
-        assert rows[0] == first and len(rows) == min(SAMPLED_ROWS, length - first)
-        assert len(rows) == 1 or rows[-1] == length - 1
-        assert (rows.diff() > 0).all()
+        rows, step = sampled(length), max(1, (length - first) / SAMPLED_ROWS)
+        assert len(rows) == min(SAMPLED_ROWS, length - first)
+        assert first <= rows[0] < first + step and length - step <= rows[-1] + 1 <= length
+        assert all(0 < b - a < 2 * step for a, b in itertools.pairwise(rows))
 
 
 def test_tie_rate_of_a_layer_whose_rows_lie_elsewhere(monkeypatch):
     """Two ranks, every restricted row on the second: both get through, and report one recall."""
-    from mocked_parallel import FakeGroup, attention_config, run_ranks
+    from mocked_parallel import attention_config, run_ranks
 
-    from nemo_v4_indexer.attention import Teacher
     from nemo_v4_indexer.layer import V4Indexer
     from nemo_v4_indexer.ops.sparse_attention import Entries
+    from nemo_v4_indexer.teacher import Teacher
 
     layer, settings = layer_config(4, topk=4), attention_config()
     rows = 32
@@ -110,14 +118,15 @@ def test_tie_rate_of_a_layer_whose_rows_lie_elsewhere(monkeypatch):
         from nemo_v4_indexer.attention import V4SelfAttention
 
         collection = groups()
-        collection.tp = FakeGroup(2, group.rank())
+        collection.tp = group
         indexer = randomize(V4Indexer(config, None, 1, layer=layer, q_lora_rank=24, pg_collection=collection))
-        indexer.tp_group = group
         own = slice(group.rank() * 16, group.rank() * 16 + 16)
-        selection = indexer(x[own], qr[own])
+        shards = indexer.shard(16)
+        selection = indexer(x[own], qr[own], shards)
         end = ((torch.arange(rows) + 1) // 4).int().expand(2, rows)
         entries = Entries(latent, selection.indices, torch.zeros_like(end), end)
-        teacher = Teacher(q[:, :, group.rank() * 2 :][:, :, :2], denominator[:, :2], entries, 0.2, group, group, 2**20)
+        heads = slice(group.rank() * 2, group.rank() * 2 + 2)
+        teacher = Teacher(q[:, :, heads], denominator[:, :2], entries, 0.2, shards, group, 4, 2**20)
         module = torch.nn.Module()
         module.layer, module.indexer = layer, indexer
         V4SelfAttention._diagnose(module, selection, teacher)
@@ -147,7 +156,8 @@ def test_recall_of_a_layer_against_its_own_attention():
         module(x)
         means = Statistics.means(module.indexer.statistics.take())
         qr = module.q_norm(module.wq_a(x))
-        q, latent = module._queries(qr).double(), module._latent(x).double()
+        table = rotary.rotary_table(torch.arange(rows), module.rope)
+        q, latent = module._queries(qr, table).double(), module._latent(x, module.indexer.shard(rows)).double()
         entries = module.compressor(x).double()
         indices = module.indexer(x, qr).indices
     recalls, random = [], []

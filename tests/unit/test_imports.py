@@ -17,7 +17,7 @@ INNER = {"kernels.tiling", "kernels.runtime"}
 BASE = {"config", "visibility", "checks", "reference", "rotary", "parallel"}
 OPERATION = BASE | {"ops", "diagnostics"}
 PARTS = OPERATION | {"modules"}
-LAYER = PARTS | {"compressor"}
+LAYER = PARTS | {"compressor", "sharding"}
 
 ALLOWED = {
     "": set(),  # the package's __init__: names resolve on first use
@@ -34,11 +34,15 @@ ALLOWED = {
     "ops": {"checks", "reference", "visibility", "kernels", "kernels.runtime"},
     "diagnostics": {"reference", "visibility"},
     "modules": {"parallel"},
-    "compressor": {"config", "modules", "parallel", "rotary", "visibility"},
+    "sharding": {"parallel", "visibility"},
+    "compressor": {"config", "modules", "rotary", "sharding", "visibility"},
     "weights": {"config", "weights_files"},
     "weights_files": set(),
     "layer": LAYER,
-    "attention": LAYER | {"layer"},
+    "teacher": OPERATION,
+    "attention": LAYER | {"layer", "teacher"},
+    "costs": {"visibility"},
+    "plan": {"costs", "visibility", "training"},
     "integrations": LAYER | {"layer", "attention", "weights"},
     "training": LAYER | {"layer", "attention", "weights", "integrations", "configs"},
     "pretrain": {"training"},
@@ -47,7 +51,7 @@ ALLOWED = {
 
 OUTSIDE = {
     "hydra": {"training", "integrations"},
-    "omegaconf": {"training", "integrations"},
+    "omegaconf": {"training", "integrations", "plan"},
     "torch.distributed": {"parallel", "training", "integrations"},
     "megatron": {"parallel", "modules", "compressor", "layer", "attention", "integrations", "training"},
     "nemo": {"integrations", "training"},

@@ -329,7 +329,7 @@ def test_sharded_rows(monkeypatch, ratio, size, rows):
 
     def rank(group):
         module, own = modules[group.rank()], slice(group.rank() * rows, (group.rank() + 1) * rows)
-        module.tp_group = group
+        module.groups.tp = group
         selection = module(x[own], qr[own])
         used = selection.own_indices >= 0
         (selection.scores * probe[:, own])[used].sum().backward()
@@ -346,12 +346,12 @@ def test_sharded_rows(monkeypatch, ratio, size, rows):
     assert_gradients(total, gradients(whole), limit=1e-5)
     # Gathered: projected rows of the halo, keys, indices; nothing as wide as x or qr, nothing as long as x and qr.
     forward = [shape for name, shape in calls[0] if name == "all_gather"]
-    assert {shape[-1] for shape in forward} <= {16, 32, TOPK}
+    assert {shape[-1] for shape in forward} <= {16, 64, TOPK}
     assert forward[-1] == (rows, 2, TOPK)
     if ratio > 1:
         halo = min(2 * ratio - 1, rows)
         counts = [(i + 1) * rows // ratio - i * rows // ratio for i in range(size)]
-        assert forward == [(halo, 2, 32)] * 2 + [(max(counts), 2, 16), (rows, 2, TOPK)]
+        assert forward == [(halo, 2, 64), (max(counts), 2, 16), (rows, 2, TOPK)]
 
 
 @pytest.mark.parametrize(("size", "rows", "divided"), [(2, 26, True), (2, 27, False), (3, 27, True), (4, 27, False)])
@@ -362,12 +362,11 @@ def test_rows_divide_without_sequence_parallelism(monkeypatch, size, rows, divid
     modules = [copy.deepcopy(whole) for _ in range(size)]
 
     def rank(group):
-        modules[group.rank()].tp_group = group
+        modules[group.rank()].groups.tp = group
         return modules[group.rank()](x, qr)
 
     selections, calls = run_ranks(monkeypatch, size, rank)
     for selection in selections:
         assert torch.equal(selection.indices, expected.indices)
         assert selection.q.shape[0] == (rows // size if divided else rows)
-        assert (selection.group is not None) == divided
     assert bool(calls[0]) == divided
