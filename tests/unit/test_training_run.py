@@ -90,6 +90,12 @@ def test_output_folder(pretrain, tmp_path, capsys):
     assert re.search(r"unigram entropy, validation +\d\.\d+ nats", out) and re.search(r"^steps +12$", out, re.M)
 
 
+def test_validation_can_be_turned_off(pretrain, tmp_path, capsys):
+    assert pretrain("a", "train.eval_batches=0", "train.steps=4") == 0
+    assert not any(name.startswith("val_") for row in records(tmp_path / "a") for name in row)
+    assert re.search(r"validation loss +n/a", capsys.readouterr().out)
+
+
 def test_runs_repeat_bitwise_and_the_seed_matters(pretrain, tmp_path):
     assert pretrain("a") == pretrain("b") == pretrain("c", "train.seed=5") == 0
     assert_equal_runs(tmp_path / "a", tmp_path / "b")

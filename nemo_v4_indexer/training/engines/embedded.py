@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_v4_indexer.ops.indexer import resolve_backend
+from nemo_v4_indexer.ops.dispatch import resolve_backend
 from nemo_v4_indexer.training import checkpoint, curves, step
 from nemo_v4_indexer.training.config import PretrainConfig
 from nemo_v4_indexer.training.cpu_host import megatron_on
@@ -116,7 +116,7 @@ class _Run:
                 record = self._step(done)
                 done += 1
                 last = done == config.train.steps
-                if self._due(done, config.train.eval_interval) or (last and config.train.eval_batches):
+                if config.train.eval_batches and (last or self._due(done, config.train.eval_interval)):
                     record |= self._validate()
                 if metrics:
                     metrics.append(record)
