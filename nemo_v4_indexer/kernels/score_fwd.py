@@ -10,7 +10,7 @@ alone, bit for bit: not on the launch, the block of rows, or the limits.
 How: persistent blocks, longest rows first. A block takes 256 / H query rows: their 256 (row, head) pairs are the
 columns of a wgmma whose 64 rows are keys, so the sum over heads stays inside four neighbouring lanes. Two warpgroups
 take the key tiles in turn: one multiplies while the other sums; a warpgroup may start its product once the other's is
-half done, which keeps the tensor cores fed and the two out of step. A third warpgroup copies keys, the next rows'
+a quarter done, which keeps the tensor cores fed and the two out of step. A third warpgroup copies keys, the next rows'
 queries and weights, and finds the range of keys that they need.
 """
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ float relu_keeping_nan(float x) {
 """
 
 
-def score_fwd(heads, dim, stages=STAGES, early=None):
+def score_fwd(heads, dim):
     """prim_func for one head count and head dim; every length and outer stride is a run-time value."""
     rows = COLUMNS // heads
     panel = min(dim, 64)  # bf16 columns of one swizzled panel
@@ -52,7 +52,7 @@ def score_fwd(heads, dim, stages=STAGES, early=None):
     swizzled = layout.make_full_bank_swizzled_layout if panel == 64 else layout.make_half_bank_swizzled_layout
     swizzle_mode = 1 if panel == 64 else 2
     steps = dim // 16
-    early = early or max(1, steps // 2)
+    early = max(1, steps // 4)  # steps of a product after which the other warpgroup may start its own
     group = min(rows, 4)  # rows whose sums are finished together
     pieces = heads // 8  # 8-column pieces of one row in the accumulator
     S, B, G, NL = T.dynamic("S"), T.dynamic("B"), T.dynamic("G"), T.dynamic("NL", "int64")
@@ -119,14 +119,14 @@ def score_fwd(heads, dim, stages=STAGES, early=None):
             lane = tx & 31
             wg = tx >> 7
             q_s = T.alloc_shared([BUFFERS, panels, rows, heads, panel], "bfloat16")
-            k_s = T.alloc_shared([stages, panels, TILE, panel], "bfloat16")
+            k_s = T.alloc_shared([STAGES, panels, TILE, panel], "bfloat16")
             w_s = T.alloc_shared([BUFFERS, rows, heads], "float32")
             w_flat = T.reshape(w_s, (BUFFERS, COLUMNS))
             span = T.alloc_shared([BUFFERS, 2], "int32")
             q_full = T.alloc_barrier([1] * BUFFERS)
             q_empty = T.alloc_barrier([8] * BUFFERS)  # one arrival a warp
-            k_full = T.alloc_barrier([1] * stages)
-            k_empty = T.alloc_barrier([4] * stages)
+            k_full = T.alloc_barrier([1] * STAGES)
+            k_empty = T.alloc_barrier([4] * STAGES)
             turn = T.alloc_barrier([4] * 2)
             T.annotate_layout({q_s: swizzled(q_s), k_s: swizzled(k_s)})
             blocks = T.alloc_var("int32")
@@ -186,16 +186,16 @@ def score_fwd(heads, dim, stages=STAGES, early=None):
                         if T.shuffle_elect(32):
                             T.barrier_arrive(q_full[it % BUFFERS])
                         for n in T.serial(tiles):
-                            T.barrier_wait(k_empty[(done + n) % stages], ((done + n) // stages & 1) ^ 1)
+                            T.barrier_wait(k_empty[(done + n) % STAGES], ((done + n) // STAGES & 1) ^ 1)
                             for p in list(range(panels)):
                                 T.tma_copy(
                                     K[lo + n * TILE : lo + n * TILE + TILE, b, p * panel : (p + 1) * panel],
-                                    k_s[(done + n) % stages, p, :, :],
-                                    barrier=k_full[(done + n) % stages],
+                                    k_s[(done + n) % STAGES, p, :, :],
+                                    barrier=k_full[(done + n) % STAGES],
                                     leader_scope_threads=32,
                                 )
                             if T.shuffle_elect(32):
-                                T.barrier_arrive(k_full[(done + n) % stages])
+                                T.barrier_arrive(k_full[(done + n) % STAGES])
                         done = done + tiles
             else:
                 T.set_max_nreg(232, 1)
@@ -221,7 +221,7 @@ def score_fwd(heads, dim, stages=STAGES, early=None):
                             w[j * 2 + c] = w_flat[it % BUFFERS, j * 8 + (lane & 3) * 2 + c]
                     n = (wg ^ done) & 1
                     while n < tiles:
-                        T.barrier_wait(k_full[(done + n) % stages], (done + n) // stages & 1)
+                        T.barrier_wait(k_full[(done + n) % STAGES], (done + n) // STAGES & 1)
                         T.barrier_wait(turn[wg], ((done + n) // 2 & 1) ^ 1 ^ wg)
                         T.initialize_wgmma_descriptor(
                             desc_k, T.address_of(k_s[0, 0, 0, 0]), swizzle_mode, 1, row_bytes // 2
@@ -229,7 +229,7 @@ def score_fwd(heads, dim, stages=STAGES, early=None):
                         T.initialize_wgmma_descriptor(
                             desc_q, T.address_of(q_s[0, 0, 0, 0, 0]), swizzle_mode, 1, row_bytes // 2
                         )
-                        T.increase_descriptor_offset(desc_k, (done + n) % stages * (panels * k_panel))
+                        T.increase_descriptor_offset(desc_k, (done + n) % STAGES * (panels * k_panel))
                         T.increase_descriptor_offset(desc_q, it % BUFFERS * (panels * q_panel))
                         T.warpgroup_fence_operand(acc, num_regs=COLUMNS // 2)
                         T.warpgroup_arrive()
@@ -241,7 +241,7 @@ def score_fwd(heads, dim, stages=STAGES, early=None):
                         T.warpgroup_wait(0)
                         T.warpgroup_fence_operand(acc, num_regs=COLUMNS // 2)
                         if lane == 0:
-                            T.barrier_arrive(k_empty[(done + n) % stages])
+                            T.barrier_arrive(k_empty[(done + n) % STAGES])
                         col = lo + n * TILE + (tx >> 5 & 3) * 16 + (lane >> 2)
                         line = T.cast(b * R + r0, "int64") * stride + col
                         for first in list(range(0, rows, group)):

@@ -38,15 +38,17 @@ class TopkPlan:
 def topk_plan(topk: int, keys: int) -> TopkPlan:
     """The plan for rows that see at most `keys` keys. H200 measurements chose the numbers."""
     if keys <= 2048 and topk <= 2048:
-        return TopkPlan(mode="list", threads=256, cap=2048, blocks=4)
+        return TopkPlan(mode="list", threads=256, cap=2048, blocks=6)
     room = max(512, 5 * topk // 2)  # survivors vary around 1.3 to 1.7 K
-    threads = 256 if topk <= 1024 else 512
-    cap = -(-room // threads) * threads
-    if keys <= 8192 and topk <= 1024:
-        return TopkPlan(mode="resident", threads=threads, cap=cap, blocks=4)
-    if keys <= 16384:
-        return TopkPlan(mode="resident", threads=512, cap=-(-room // 512) * 512, blocks=3 if topk <= 1024 else 2)
-    return TopkPlan(mode="stream", threads=threads, cap=cap, blocks=4 if topk <= 1024 else 2)
+    if topk <= 1024:
+        cap = -(-room // 256) * 256
+        if keys <= 8192:
+            return TopkPlan(mode="resident", threads=256, cap=cap, blocks=4)
+        if keys <= 16384:
+            return TopkPlan(mode="resident", threads=256, words=2, cap=cap, blocks=3)
+        return TopkPlan(mode="stream", threads=256, cap=cap, blocks=4)
+    cap = -(-room // 512) * 512
+    return TopkPlan(mode="resident" if keys <= 16384 else "stream", threads=512, cap=cap, blocks=2)
 
 
 def topk_plans(topk: int) -> tuple[TopkPlan, ...]:

@@ -120,7 +120,7 @@ def test_replay_repeats_the_scores():
     valid = visibility.valid_slots(wild, start, end)
     truth = true_scores(q, k, w).gather(-1, wild.clamp(0, groups - 1).long())
     assert bool((found[~valid] == float("-inf")).all())
-    assert float((found.double() - truth)[valid].abs().max()) <= 2e-6 * float(truth.abs().max())
+    assert float((found.double() - truth)[valid].abs().max()) <= 8e-6 * float(truth.abs().max())
 
 
 def test_bad_numbers_stay_in_their_rows_and_keys():
