@@ -34,7 +34,7 @@ S = 70  # not a multiple of the ratio
 
 
 def build(v4_indexer=None, *, dtype="float32", seed=0, **changes):
-    """The model, in train mode. Sinks, indexers and their norms are signed and random, so that none is without effect."""
+    """The model, in train mode; sinks, indexers and their norms are signed and random: none is without effect."""
     from nemo_v4_indexer.integrations.automodel import build_model
 
     torch.manual_seed(seed)
@@ -77,8 +77,8 @@ def selections(model):
 
 
 @contextlib.contextmanager
-def taps(model, keep=("selection", "probabilities", "kwargs", "entries")):
-    """Within it, what each layer's attention hook is given, by layer number."""
+def taps(model):
+    """Within it, {layer number: (selection, probabilities, kwargs, entries)} that each attention hook is given."""
     seen, hooks = {}, []
     for number, compressor in compressors(model).items():
         attention = model.model.layers[str(number - 1)].self_attn
