@@ -13,7 +13,7 @@ from nemo_v4_indexer.config import AttentionConfig, IndexerConfig
 pytestmark = pytest.mark.distributed
 
 HIDDEN, Q_LORA, HEAD, INDEX = 72, 40, 24, 16
-"""No two of them, nor twice one, are the same: a shape tells what a tensor is."""
+"""No two of them, nor two or four times one, are the same: a shape tells what a tensor is."""
 VOCAB, FFN, STEPS = 64, 96, 3
 
 
@@ -218,12 +218,12 @@ def test_nothing_hidden_sized_is_gathered(results, ranks, case):
     """Per layer only compressed keys, halos, latents and selections move, never rows of x or qr."""
     for facts in results[ranks]:
         shapes = facts[case]["gathered"]
-        # Halos carry 2D channels where groups overlap; selections are 3 wide; HEAD is the attention's latent.
-        assert {shape[-1] for shape in shapes} <= {HEAD, 2 * HEAD, INDEX, 2 * INDEX, 3}
+        # Halos carry values and gates, each of 2D channels where groups overlap; selections are 3 wide.
+        assert {shape[-1] for shape in shapes} <= {HEAD, 2 * HEAD, 4 * HEAD, INDEX, 4 * INDEX, 3}
         assert not {HIDDEN, Q_LORA} & {shape[-1] for shape in shapes}
         rows = case.rows // ranks
         # Keys of ratio 1 are one per row; all else of the indexer's is at most a halo or a quarter of the rows.
-        wide = [s for s in shapes if s[-1] == 2 * INDEX]
+        wide = [s for s in shapes if s[-1] == 4 * INDEX]
         assert wide and all(s[0] <= 7 for s in wide)
         assert any(s[-1] == INDEX and s[0] <= -(-rows // 4) for s in shapes)
 
