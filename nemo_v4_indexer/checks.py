@@ -49,15 +49,22 @@ def check_indexer_inputs(index_q, index_k, weights):
         raise ValueError(f"index_q, index_k and weights must be on one device, got {sorted(map(str, devices))}")
 
 
-def check_indices(name, indices, batch, rows):
-    """Raise unless indices is an int32 or int64 tensor [B, S, any]."""
+def check_indices(name, indices, batch, rows, device):
+    """Raise unless indices is an int32 or int64 tensor [B, S, any] on the device."""
     check_tensor(name, indices, (batch, rows, None), (torch.int32, torch.int64))
+    _check_device(name, indices, device)
 
 
-def check_limits(cu_seqlen_ks, cu_seqlen_ke, batch, rows):
-    """Raise unless both row limits are given, as int32 or int64 [S] or [B, S]."""
+def _check_device(name, tensor, device):
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on the device of index_q, {device}, got {tensor.device}")
+
+
+def check_limits(cu_seqlen_ks, cu_seqlen_ke, batch, rows, device):
+    """Raise unless both row limits are given, as int32 or int64 [S] or [B, S] on the device."""
     if cu_seqlen_ks is None or cu_seqlen_ke is None:
         raise ValueError("cu_seqlen_ks and cu_seqlen_ke must be given together")
     for name, value in (("cu_seqlen_ks", cu_seqlen_ks), ("cu_seqlen_ke", cu_seqlen_ke)):
         shape = (rows,) if isinstance(value, torch.Tensor) and value.dim() == 1 else (batch, rows)
         check_tensor(name, value, shape, (torch.int32, torch.int64))
+        _check_device(name, value, device)

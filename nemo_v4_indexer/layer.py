@@ -18,6 +18,7 @@ from nemo_v4_indexer import parallel, rotary, sharding, visibility
 from nemo_v4_indexer.compressor import V4Compressor
 from nemo_v4_indexer.diagnostics import Statistics
 from nemo_v4_indexer.modules import Float32Linear, Float32Module, ReplicatedLinear, mark_replicated
+from nemo_v4_indexer.ops.dispatch import resolve_backend
 from nemo_v4_indexer.ops.indexer import Options, V4IndexerFunction
 from nemo_v4_indexer.ops.loss import indexer_dense_kl_loss, indexer_kl_loss
 
@@ -266,7 +267,10 @@ class V4Indexer(MegatronModule):
             )
         else:
             mass = teacher.selected_mass()
-            loss, sums = indexer_kl_loss(selection.scores, selection.own_indices, mass, coeff=coeff, rows=teacher.rows)
+            backend = resolve_backend(self.layer.backend, selection.q, self.layer.topk)
+            loss, sums = indexer_kl_loss(
+                selection.scores, selection.own_indices, mass, coeff=coeff, rows=teacher.rows, backend=backend
+            )
         start, end = selection.limits
         self.statistics.add_loss(sums, (end > start).sum())
         return loss

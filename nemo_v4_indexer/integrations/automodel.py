@@ -21,6 +21,14 @@ entry point, which shards before it allocates, takes `indexed_config` as its con
 Nothing of AutoModel is patched: the indexer submodules of one model are replaced, their parameters keep their names,
 and hooks attach the loss. AutoModel freezes all DeepSeek-V4 indexers after a model is built; the optimizer config
 above is the next thing its recipe calls with the model, and undoes that.
+
+Where it differs from AutoModel's own PyTorch path, with the same weights (in fp32 both select the same, ties aside):
+- among equal scores the lower index wins; AutoModel takes the order of torch.topk, which is unspecified;
+- the rotary table and the pooled keys stay fp32 until rotated; AutoModel rounds both to the model's dtype before;
+- indices are ascending, and -1 where a row sees fewer entries; AutoModel masks them after the selection;
+- scores never exist as a whole [S, S / 4] tensor, which is why its indexer is replaced rather than its kernels.
+Not supported: packed sequences (THD) and context parallelism raise; pipeline parallelism is untested. AutoModel builds
+indexers for ratio 4 alone. The metrics are the losses: recall would need the attention's mass on entries it leaves out.
 """
 
 import logging

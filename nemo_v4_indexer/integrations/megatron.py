@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
@@ -40,6 +40,7 @@ __all__ = [
     "build_gpt_model",
     "collecting",
     "finalize_gradients",
+    "freeze_main",
     "indexer_metrics",
     "set_indexer_step",
     "v4_layer_spec",
@@ -219,6 +220,26 @@ def set_indexer_step(model, step):
     """
     for indexer in _indexers(model):
         indexer.set_step(step)
+
+
+def freeze_main(model, frozen):
+    """Let the indexers alone train, or thaw what an earlier call froze.
+
+    For optimizers that pass over parameters without a gradient, as PyTorch's do.
+
+    Raises:
+        NotImplementedError: Megatron's DistributedDataParallel waits for the gradients of all parameters it was given.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise NotImplementedError("freeze_main needs the bare model, got one wrapped in DistributedDataParallel")
+    own = {parameter for indexer in _indexers(model) for parameter in indexer.parameters()}
+    for parameter in set(model.parameters()) - own:
+        if frozen and parameter.requires_grad:
+            parameter.frozen_main = True
+            parameter.requires_grad_(False)
+        elif not frozen and getattr(parameter, "frozen_main", False):
+            parameter.frozen_main = False
+            parameter.requires_grad_(True)
 
 
 def indexer_metrics(model, pipeline_group=None):

@@ -9,7 +9,7 @@ part of a container image.
 import argparse
 import sys
 
-from . import backward, forward, runtime
+from . import backward, forward, loss, runtime
 
 
 def main(arguments=None) -> int:
@@ -27,6 +27,7 @@ def main(arguments=None) -> int:
         try:
             built += forward.prebuild(options.heads, options.dim, topk)
             built += backward.prebuild(options.heads, options.dim, topk)
+            built += loss.prebuild(topk)
         except RuntimeError as error:
             print(error, file=sys.stderr)
             return 1

@@ -128,10 +128,10 @@ def v4_lighting_indexer(
     s, b = index_q.shape[:2]
     limits = None
     if cu_seqlen_ks is not None or cu_seqlen_ke is not None:
-        checks.check_limits(cu_seqlen_ks, cu_seqlen_ke, b, s)
+        checks.check_limits(cu_seqlen_ks, cu_seqlen_ke, b, s, index_q.device)
         limits = cu_seqlen_ks, cu_seqlen_ke
     if topk_indices is not None:
-        checks.check_indices("topk_indices", topk_indices, b, s)
+        checks.check_indices("topk_indices", topk_indices, b, s, index_q.device)
     options = Options(backend, workspace_mib, deterministic, precise)
     return V4IndexerFunction.apply(index_q, index_k, weights, compress_ratio, topk, topk_indices, limits, options)
 
@@ -151,6 +151,7 @@ def v4_lighting_indexer_sample(q, k, weights, cu_seqlen_ks, cu_seqlen_ke, topk, 
     checks.check_tensor("q", q, (None, None, None), checks.FLOATS)
     checks.check_tensor("k", k, (None, q.shape[2]), checks.FLOATS)
     checks.check_tensor("weights", weights, tuple(q.shape[:2]), checks.FLOATS)
+    checks.check_limits(cu_seqlen_ks, cu_seqlen_ke, 1, q.shape[0], q.device)
     if topk_indices is not None:
         checks.check_tensor("topk_indices", topk_indices, (q.shape[0], None), (torch.int32, torch.int64))
         topk_indices = topk_indices[None]

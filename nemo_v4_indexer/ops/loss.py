@@ -19,6 +19,9 @@ from torch.autograd.function import once_differentiable
 from nemo_v4_indexer import reference, visibility
 
 
+_CHUNK_BYTES = 64 * 2**20
+
+
 class LossSums(NamedTuple):
     """Sums over rows, fp32 scalars in nats, without gradient: of the KL, and of the KL to a uniform indexer."""
 
@@ -42,11 +45,27 @@ def _row_terms(scores, valid, mass):
     return kl, uniform, gradient
 
 
+def _selected_kl(scores, indices, mass, scale, backend):
+    """KL [B, S], KL to uniform [B, S] and d loss / d scores [B, S, K]."""
+    if backend == "tilelang":
+        from nemo_v4_indexer.kernels.loss import selected_kl
+
+        return selected_kl(scores, indices, mass, torch.as_tensor(scale, device=scores.device).float().view(1))
+    b, s, topk = scores.shape
+    kl, uniform = (torch.empty(b, s, device=scores.device) for _ in range(2))
+    gradient = torch.empty(scores.shape, device=scores.device)
+    for lo, hi in reference.chunk_rows(s, 40 * b * topk, _CHUNK_BYTES):
+        rows = slice(lo, hi)
+        part = _row_terms(scores[:, rows], indices[:, rows] >= 0, mass[:, rows])
+        kl[:, rows], uniform[:, rows], gradient[:, rows] = part[0], part[1], part[2] * scale
+    return kl, uniform, gradient
+
+
 class _SelectedKL(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, scores, valid, mass, scale):
-        kl, uniform, gradient = _row_terms(scores.detach(), valid, mass)
-        ctx.save_for_backward(gradient.mul_(scale))
+    def forward(ctx, scores, indices, mass, scale, backend):
+        kl, uniform, gradient = _selected_kl(scores.detach(), indices, mass, scale, backend)
+        ctx.save_for_backward(gradient)
         ctx.dtype = scores.dtype
         kl, uniform = kl.sum(), uniform.sum()
         ctx.mark_non_differentiable(kl, uniform)
@@ -56,10 +75,10 @@ class _SelectedKL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad, *_):
         (gradient,) = ctx.saved_tensors
-        return (grad * gradient).to(ctx.dtype), None, None, None
+        return (grad * gradient).to(ctx.dtype), None, None, None, None
 
 
-def indexer_kl_loss(index_score, topk_indices, teacher_mass, *, coeff=1.0, rows=None):
+def indexer_kl_loss(index_score, topk_indices, teacher_mass, *, coeff=1.0, rows=None, backend="reference"):
     """Sparse stage: the loss over the selected entries.
 
     Args:
@@ -69,6 +88,7 @@ def indexer_kl_loss(index_score, topk_indices, teacher_mass, *, coeff=1.0, rows=
         coeff: weight of the loss.
         rows: N, int or scalar tensor; the rows the mean runs over. Default: rows here with a selected entry. Give the
             global number when rows are sharded.
+        backend: "reference", or "tilelang" where `dispatch.resolve_backend` says that kernels run: one fused pass.
 
     Returns:
         loss: fp32 scalar, nats. sums: `LossSums` over the rows here.
@@ -81,10 +101,9 @@ def indexer_kl_loss(index_score, topk_indices, teacher_mass, *, coeff=1.0, rows=
             "index_score, topk_indices and teacher_mass must share a shape [B, S, K], got "
             f"{tuple(index_score.shape)}, {tuple(topk_indices.shape)} and {tuple(teacher_mass.shape)}"
         )
-    valid = topk_indices >= 0
     if rows is None:
-        rows = valid.any(-1).sum().clamp(min=1)
-    loss, *sums = _SelectedKL.apply(index_score, valid, teacher_mass.detach(), coeff / rows)
+        rows = (topk_indices >= 0).any(-1).sum().clamp(min=1)
+    loss, *sums = _SelectedKL.apply(index_score, topk_indices, teacher_mass.detach(), coeff / rows, backend)
     return loss, LossSums(*sums)
 
 

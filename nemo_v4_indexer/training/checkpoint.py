@@ -1,6 +1,6 @@
 """Checkpoints: one folder per saved step, complete or absent, readable under any tensor-parallel size.
 
-    checkpoints/step_00000100/   shard_0000.pt ... one per rank that owns part of the model, then meta.json
+    checkpoints/step_00000100/   shard_0000.pt ... one per rank that owns part of the model, config.yaml, then meta.json
     checkpoints/latest           the name of the newest one
 
 A folder is written under a temporary name and renamed when every byte is on disk, so a kill at any moment leaves the
@@ -19,6 +19,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, make_sharded_optimizer_tensor
+from omegaconf import OmegaConf
 
 from nemo_v4_indexer.training import files
 from nemo_v4_indexer.training.errors import UsageError
@@ -110,6 +111,7 @@ def save(
     if world.largest(int(failure is not None)):
         raise failure or OSError(f"another rank could not write its part of {path}")
     if world.is_main:
+        files.write_text(draft / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(meta["config"]))))
         files.write_text(draft / "meta.json", json.dumps({"format": FORMAT, **meta}, indent=1))
         files.sync_folder(draft)
         shutil.rmtree(path, ignore_errors=True)
@@ -140,11 +142,7 @@ def _write_shard(path: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
 
 def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
     """Fill the model, the AdamW state and the random state from `path`. Raises UsageError when parts are missing."""
-    shards = [torch.load(file, weights_only=True, mmap=True) for file in sorted(path.glob("shard_*.pt"))]
-    saved: dict[str, list] = {}
-    for shard in shards:
-        for key, shape, offset, data in shard["pieces"]:
-            saved.setdefault(key, []).append((tuple(shape), tuple(offset), data))
+    shards, saved = _read(path)
     pieces, states = _pieces(model, optimizer)
     with torch.no_grad():
         for piece in pieces:
@@ -152,6 +150,41 @@ def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, w
     for key, state in states.items():
         state["step"].fill_(next(shard["adam_steps"][key] for shard in shards if key in shard["adam_steps"]))
     torch.set_rng_state(shards[min(world.tensor_rank, len(shards) - 1)]["random"].clone())
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], dict[str, list]]:
+    """The shards of a checkpoint, and (global shape, offset, data) of the pieces of every tensor."""
+    shards = [torch.load(file, weights_only=True, mmap=True) for file in sorted(path.glob("shard_*.pt"))]
+    saved: dict[str, list] = {}
+    for shard in shards:
+        for key, shape, offset, data in shard["pieces"]:
+            saved.setdefault(key, []).append((tuple(shape), tuple(offset), data))
+    return shards, saved
+
+
+def load_weights(source: Path, model: torch.nn.Module) -> tuple[Path, list[str]]:
+    """Fill the model's weights alone from a checkpoint or from the newest one of an output folder.
+
+    Indexer weights that it lacks stay as they are. Returns the checkpoint's folder and the names of those weights.
+    Raises UsageError when there is no checkpoint or when it lacks anything else.
+    """
+    path = source if (source / "meta.json").is_file() else newest(source / "checkpoints")
+    if path is None:
+        raise UsageError(f"train.init_from={source} is neither a checkpoint nor an output folder that holds one")
+    read_meta(path)
+    _, saved = _read(path)
+    tree = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
+    apply_factories(tree)
+    fresh = []
+    with torch.no_grad():
+        for piece in nested_values(tree):
+            if not isinstance(piece, ShardedTensor) or piece.data is None:
+                continue
+            if piece.key not in saved and ".indexer." in piece.key:
+                fresh.append(piece.key)
+            else:
+                _fill(piece, saved.get(piece.key, []), path)
+    return path, sorted(set(fresh))
 
 
 def _fill(piece: ShardedTensor, saved: Iterable, path: Path) -> None:

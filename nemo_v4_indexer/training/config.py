@@ -1,31 +1,25 @@
 """The pretraining application's configuration: frozen, strictly checked, made from plain dictionaries."""
 
 import dataclasses
-import difflib
-import math
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_v4_indexer.config import AttentionConfig, IndexerConfig
 from nemo_v4_indexer.training.errors import UsageError
+from nemo_v4_indexer.training.sections import (
+    at_least,
+    dataclass_section,
+    library_section,
+    refuse_unknown,
+    require,
+    section_of,
+    typed,
+)
 
 ENGINES = ("embedded",)
 DEVICES = ("auto", "cpu", "cuda")
 SOURCES = ("stdlib", "text_file")
-
-
-def _require(ok: bool, key: str, expected: str, value: Any) -> None:
-    if not ok:
-        raise UsageError(f"{key} must be {expected}, got {value!r}")
-
-
-def _at_least(section: str, config: Any, minimum: int | float, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _require(value is None or value >= minimum, f"{section}.{name}", f"at least {minimum}", value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +36,9 @@ class DataConfig:
     """Share of the files (of the bytes, when there is a single file) kept for validation."""
 
     def __post_init__(self) -> None:
-        _require(self.source in SOURCES, "data.source", f"one of {', '.join(SOURCES)}", self.source)
-        _at_least("data", self, 2, "sequence_length")
-        _require(
-            0.0 < self.validation_fraction < 1.0, "data.validation_fraction", "in (0, 1)", self.validation_fraction
-        )
+        require(self.source in SOURCES, "data.source", f"one of {', '.join(SOURCES)}", self.source)
+        at_least("data", self, 2, "sequence_length")
+        require(0.0 < self.validation_fraction < 1.0, "data.validation_fraction", "in (0, 1)", self.validation_fraction)
         if self.source == "text_file" and not self.path:
             raise UsageError("data.path must name a text file or a folder when data=text_file, got nothing")
 
@@ -60,6 +52,11 @@ class TrainConfig:
     """Continue from the newest complete checkpoint in the output folder; start fresh when there is none."""
     overwrite: bool = False
     """Allow a fresh run to delete the checkpoints that the output folder already holds."""
+    init_from: str | None = None
+    """Checkpoint whose weights a fresh run starts from: an output folder of another run, or one of its step folders.
+    Indexers that it lacks start from random weights."""
+    freeze_main: bool = False
+    """Train the indexers alone in the dense stage (`indexer.loss.warmup_steps`), as DeepSeek-V3.2 did."""
     batch_size: int = 8
     """Sequences per optimizer step over all ranks."""
     micro_batch_size: int | None = None
@@ -89,16 +86,16 @@ class TrainConfig:
     """CPU threads per process; None shares the cores this process may use among the ranks."""
 
     def __post_init__(self) -> None:
-        _at_least("train", self, 1, "steps", "batch_size", "micro_batch_size", "lr_decay_steps", "keep", "log_interval")
-        _at_least("train", self, 1, "threads")
-        _at_least("train", self, 0, "seed", "lr_warmup_steps", "eval_interval", "eval_batches", "checkpoint_interval")
-        _at_least("train", self, 0, "lr", "min_lr", "weight_decay", "grad_clip")
-        _require(self.lr > 0, "train.lr", "greater than 0", self.lr)
-        _require(self.eps > 0, "train.eps", "greater than 0", self.eps)
-        _require(self.min_lr <= self.lr, "train.min_lr", f"at most train.lr ({self.lr})", self.min_lr)
-        _require(self.seed < 2**63, "train.seed", "below 2**63", self.seed)
+        at_least("train", self, 1, "steps", "batch_size", "micro_batch_size", "lr_decay_steps", "keep", "log_interval")
+        at_least("train", self, 1, "threads")
+        at_least("train", self, 0, "seed", "lr_warmup_steps", "eval_interval", "eval_batches", "checkpoint_interval")
+        at_least("train", self, 0, "lr", "min_lr", "weight_decay", "grad_clip")
+        require(self.lr > 0, "train.lr", "greater than 0", self.lr)
+        require(self.eps > 0, "train.eps", "greater than 0", self.eps)
+        require(self.min_lr <= self.lr, "train.min_lr", f"at most train.lr ({self.lr})", self.min_lr)
+        require(self.seed < 2**63, "train.seed", "below 2**63", self.seed)
         for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, f"train.{name}", "in [0, 1)", getattr(self, name))
+            require(0 <= getattr(self, name) < 1, f"train.{name}", "in [0, 1)", getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +108,7 @@ class ParallelConfig:
     """Context-parallel ranks: each holds and queries its share of the sequence, in Megatron's zigzag order."""
 
     def __post_init__(self) -> None:
-        _at_least("parallel", self, 1, "tensor", "context")
+        at_least("parallel", self, 1, "tensor", "context")
         if self.sequence and self.tensor == 1:
             raise UsageError("parallel.sequence=true needs parallel.tensor greater than 1, got parallel.tensor=1")
 
@@ -126,8 +123,18 @@ class ModelConfig:
     num_mtp_layers: int = 0
 
     def __post_init__(self) -> None:
-        _at_least("model", self, 1, "hidden_size", "num_layers", "ffn_hidden_size")
-        _at_least("model", self, 0, "num_mtp_layers")
+        at_least("model", self, 1, "hidden_size", "num_layers", "ffn_hidden_size")
+        at_least("model", self, 0, "num_mtp_layers")
+
+
+def check_freezing(key: str, indexer: IndexerConfig) -> None:
+    """UsageError when there would be nothing to train, or no dense stage, with all but the indexers frozen."""
+    loss = indexer.loss
+    if not (loss.enabled and loss.warmup_steps and any(layer.has_indexer for layer in indexer.plan())):
+        raise UsageError(
+            f"{key}=true needs a layer with an indexer, loss.coeff above 0 and loss.warmup_steps of at least 1, "
+            f"got loss.coeff={loss.coeff}, loss.warmup_steps={loss.warmup_steps}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,33 +153,35 @@ class PretrainConfig:
     """`auto` uses the GPU when there is one per rank."""
 
     def __post_init__(self) -> None:
-        _require(self.engine in ENGINES, "engine", f"one of {', '.join(ENGINES)}", self.engine)
-        _require(self.device in DEVICES, "device", f"one of {', '.join(DEVICES)}", self.device)
-        _require(bool(self.output_dir), "output_dir", "a folder name", self.output_dir)
+        require(self.engine in ENGINES, "engine", f"one of {', '.join(ENGINES)}", self.engine)
+        require(self.device in DEVICES, "device", f"one of {', '.join(DEVICES)}", self.device)
+        require(bool(self.output_dir), "output_dir", "a folder name", self.output_dir)
         length, tensor = self.data.sequence_length, self.parallel.tensor
         if self.parallel.sequence and length % tensor:
             raise UsageError(f"data.sequence_length={length} must be a multiple of parallel.tensor={tensor}")
+        if self.train.freeze_main:
+            check_freezing("train.freeze_main", self.indexer)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "PretrainConfig":
         """Build from a composed, plain mapping. Raises UsageError naming the offending key."""
-        _refuse_unknown(values, [field.name for field in dataclasses.fields(cls) if field.name != "attention"], "")
+        refuse_unknown(values, [field.name for field in dataclasses.fields(cls) if field.name != "attention"], "")
         for name in ("model", "indexer", "data", "train", "parallel", "output_dir"):
             if values.get(name) is None:
                 raise UsageError(f"the configuration has no {name!r}")
-        model = dict(_section(values, "model"))
+        model = dict(section_of(values, "model"))
         if "attention" not in model:
             raise UsageError("the configuration has no 'model.attention'")
-        attention = _library_section(AttentionConfig, model, "attention", "model.")
+        attention = library_section(AttentionConfig, model, "attention", "model.")
         del model["attention"]
         return cls(
-            model=_dataclass(ModelConfig, model, "model"),
+            model=dataclass_section(ModelConfig, model, "model"),
             attention=attention,
-            indexer=_library_section(IndexerConfig, values, "indexer"),
-            data=_dataclass(DataConfig, _section(values, "data"), "data"),
-            train=_dataclass(TrainConfig, _section(values, "train"), "train"),
-            parallel=_dataclass(ParallelConfig, _section(values, "parallel"), "parallel"),
-            **{name: _typed(values[name], str, name) for name in ("output_dir", "engine", "device") if name in values},
+            indexer=library_section(IndexerConfig, values, "indexer"),
+            data=dataclass_section(DataConfig, section_of(values, "data"), "data"),
+            train=dataclass_section(TrainConfig, section_of(values, "train"), "train"),
+            parallel=dataclass_section(ParallelConfig, section_of(values, "parallel"), "parallel"),
+            **{name: typed(values[name], str, name) for name in ("output_dir", "engine", "device") if name in values},
         )
 
     def micro_batches(self, data_parallel: int) -> tuple[int, int]:
@@ -188,55 +197,3 @@ class PretrainConfig:
                 f"(train.batch_size={batch} over {data_parallel} data-parallel ranks)"
             )
         return micro, share // micro
-
-
-def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    _require(isinstance(values[name], Mapping), name, "a group of keys", values[name])
-    return values[name]
-
-
-def _library_section(cls: Any, values: Mapping[str, Any], name: str, parent: str = "") -> Any:
-    try:
-        return cls.from_dict(_section(values, name))
-    except (TypeError, ValueError) as error:
-        key = str(error).removeprefix(f"{name}.")  # the library names its keys from its own root
-        known = key.startswith(tuple(field.name for field in dataclasses.fields(cls)))
-        raise UsageError(f"{parent}{name}{'.' if known else ': '}{key}") from error
-
-
-def _refuse_unknown(values: Mapping[str, Any], known: list[str], prefix: str) -> None:
-    for key in values:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(known)}"
-            raise UsageError(f"unknown key {prefix}{key}; {hint}")
-
-
-def _dataclass(cls: Any, values: Mapping[str, Any], section: str) -> Any:
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    _refuse_unknown(values, list(fields), f"{section}.")
-    hints = typing.get_type_hints(cls)
-    for name, field in fields.items():
-        if name not in values and field.default is dataclasses.MISSING:
-            raise UsageError(f"{section}.{name} is missing")
-    return cls(**{name: _typed(value, hints[name], f"{section}.{name}") for name, value in values.items()})
-
-
-def _typed(value: Any, hint: Any, key: str) -> Any:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and type(None) in options:
-        return None
-    kind = options[0]
-    expected = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[kind]
-    if type(None) in options:
-        expected += " or null"
-    if kind is float and isinstance(value, str):  # YAML 1.1 reads 3e-3 as a text
-        try:
-            value = float(value)
-        except ValueError:
-            _require(False, key, expected, value)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    _require(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)), key, expected, value)
-    _require(kind is not float or math.isfinite(value), key, "a finite number", value)
-    return value

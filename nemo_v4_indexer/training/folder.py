@@ -16,7 +16,7 @@ from nemo_v4_indexer.training.errors import UsageError
 _FREE = (
     "output_dir", "device", "engine", "parallel.", "indexer.backend", "indexer.workspace_mib", "train.steps",
     "train.resume", "train.overwrite", "train.eval_interval", "train.eval_batches", "train.checkpoint_interval",
-    "train.keep", "train.log_interval", "train.threads", "data.path",
+    "train.keep", "train.log_interval", "train.threads", "train.init_from", "data.path",
 )  # fmt: skip
 
 

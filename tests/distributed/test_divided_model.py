@@ -15,7 +15,7 @@ from nemo_v4_indexer.sharding import CP_LAYOUTS
 pytestmark = pytest.mark.distributed
 
 HIDDEN, Q_LORA, HEAD, INDEX = 72, 40, 24, 16
-"""No two of them, nor twice one, are the same: a shape tells what a tensor is."""
+"""No two of them, nor two or four times one, are the same: a shape tells what a tensor is."""
 VOCAB, FFN, STEPS = 64, 96, 3
 
 

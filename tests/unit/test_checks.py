@@ -113,5 +113,23 @@ def test_checks_read_no_values():
     q, k, w = (torch.empty(shape, device="meta") for shape in ((S, B, H, D), (G, B, D), (S, B, H)))
     checks.check_indexer_inputs(q, k, w)
     limits = torch.empty(S, dtype=torch.int32, device="meta")
-    checks.check_limits(limits, limits, B, S)
-    checks.check_indices("topk_indices", torch.empty(B, S, K, dtype=torch.int32, device="meta"), B, S)
+    checks.check_limits(limits, limits, B, S, limits.device)
+    checks.check_indices("topk_indices", torch.empty(B, S, K, dtype=torch.int32, device="meta"), B, S, limits.device)
+
+
+def test_selections_and_limits_are_on_the_device_of_q():
+    q, k, w = torch.randn(4, 1, 2, 8), torch.randn(4, 1, 8), torch.randn(4, 1, 2)
+    away = torch.zeros(4, dtype=torch.int32, device="meta")
+    here = away.new_zeros(4, device="cpu")
+    for options in (
+        dict(topk_indices=away.view(1, 4, 1)),
+        dict(cu_seqlen_ks=away, cu_seqlen_ke=here),
+        dict(cu_seqlen_ks=here, cu_seqlen_ke=away),
+    ):
+        with pytest.raises(ValueError, match="on the device of index_q, cpu, got meta"):
+            v4_lighting_indexer(q, k, w, 1, 1, **options)
+
+
+def test_one_sample_needs_its_limits():
+    with pytest.raises(ValueError, match="must be given together"):
+        v4_lighting_indexer_sample(torch.randn(4, 2, 8), torch.randn(4, 8), torch.randn(4, 2), None, None, 1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_v4_indexer import visibility
-from nemo_v4_indexer.ops import indexer
+from nemo_v4_indexer.ops import dispatch
 from nemo_v4_indexer.ops.indexer import (
     V4IndexerFunction,
     pytorch_extract_topk_scores,
@@ -257,7 +257,7 @@ def test_tilelang_by_name_raises_with_the_reason_on_a_cpu():
 
 
 def test_auto_says_once_why_it_runs_the_reference(caplog):
-    indexer._log_once.cache_clear()
+    dispatch._log_once.cache_clear()
     with caplog.at_level(logging.INFO, "nemo_v4_indexer"):
         for seed in range(3):
             v4_lighting_indexer(*naive.random_inputs(8, 1, 8, 32, 2, seed), 4, 2)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,6 +105,9 @@ class _Run:
             meta = checkpoint.read_meta(found)
             checkpoint.load(found, self.model, self.optimizer, world)
             done, before = meta["step"], meta["seconds"]
+        elif config.train.init_from:
+            source, fresh = checkpoint.load_weights(Path(config.train.init_from), self.model)
+            notes.append(f"weights of {source}" + (f"; {len(fresh)} indexer weights are new" if fresh else ""))
         began = time.monotonic() - before
         metrics = MetricsFile(folder.metrics, done) if world.is_main else None
         progress = Progress(done, config.train.steps, config.train.log_interval, enabled=world.is_main)
@@ -140,6 +144,8 @@ class _Run:
         """Optimizer step `index` (0-based); returns its metrics record."""
         train, started = self.config.train, time.perf_counter()
         self.host.set_indexer_step(self.model, index)
+        if train.freeze_main:
+            self.host.freeze_main(self.model, index < self.config.indexer.loss.warmup_steps)
         self._scale_auxiliary_loss(1.0 / self.micro_batches)
         windows = train_batch(self.corpus.train, train.seed, index, train.batch_size, self.config.data.sequence_length)
         total = 0.0
