@@ -45,6 +45,7 @@ def parser():
     p.add_argument("--device", help="cuda or cpu (to try the script out); default: cuda where there is one")
     p.add_argument("--results", type=Path, default=ROOT / "scripts" / "results", help="folder for the JSON")
     p.add_argument("--plot", type=Path, default=ROOT / "docs" / "bench.svg", help=".svg or .png")
+    p.add_argument("--revision", help="git revision to record; default: asked of git")
     p.add_argument("--render", type=Path, metavar="JSON", help="only print the table and draw the plot of a JSON")
     return p
 
@@ -88,7 +89,7 @@ class Run:
         self.record = {
             "command": f"python scripts/bench.py {' '.join(spoken(sys.argv[1:]))}".strip(),
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-            "revision": bench_timing.revision(ROOT),
+            "revision": options.revision or bench_timing.revision(ROOT),
             "machine": bench_timing.machine(clock.device),
             "versions": bench_build.versions(),
             "missing": {},
@@ -118,6 +119,7 @@ class Run:
     def measure(self):
         """Everything; True if this package passed its checks."""
         self.record["ceilings"] = self.clock.ceilings()
+        self.clock.tidy()
         say("ceilings: {matmul_tflops:.0f} TFLOP/s, copy {copy_tbps:.2f} TB/s".format(**self.record["ceilings"]))
         shapes = self.options.shapes
         for i, shape in enumerate(shapes):
@@ -162,17 +164,22 @@ class Run:
                         continue
                     runs[name, operation] = (*self._admit(name, arm, operation, problem, row), row)
                 except Exception as error:  # a peer may fail in any way; it must not end the run
-                    row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-                    self.broken |= isinstance(arm, bench_arms.Package)
-                    say(f"{shape.label()} {operation}: {arm.name} FAILS, not timed: {row['failed']}")
-                    self.clock.wait()
+                    self._fail(shape, row, error)
             self.clock.tidy()
         self._series(shape, runs, max(1.0, seconds - (time.perf_counter() - begin)))
-        fast = ", ".join(f"{r['operation']} {r['ms']:.3f}" for _, _, r in runs.values() if r["arm"] == OWN)
+        fast = ", ".join(f"{r['operation']} {r['ms']:.3f}" for r in rows if r["arm"] == OWN and "ms" in r)
         say(f"{shape.label()}: {len(runs)} runs timed; {OWN}, ms: {fast}")
         del problem, runs
         gc.collect()
         self.clock.tidy()
+
+    def _fail(self, shape, row, error):
+        """Name an arm that is wrong or broken; raises if the device itself does not go on."""
+        row.pop("probe_ms", None)
+        row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        self.broken |= row["arm"] == OWN
+        say(f"{shape.label()} {row['operation']}: {row['arm']} FAILS, not timed: {row['failed']}")
+        self.clock.wait()
 
     def _unfit(self, name, arm, operation, shape):
         """Why an arm is not even tried at a shape, or None."""
@@ -236,13 +243,21 @@ class Run:
         for _ in range(2):
             marks = {key: [] for key in runs}
             for key in bench_timing.interleaved(repeats):
-                run, setup, _ = runs[key]
-                _prepare(setup)
-                marks[key].append(self.clock.start(run))
+                run, setup, row = runs[key]
+                if "failed" in row:
+                    continue
+                try:
+                    _prepare(setup)
+                    marks[key].append(self.clock.start(run))
+                except RuntimeError as error:  # out of memory beside the others
+                    self._fail(shape, row, error)
             self.clock.wait()
             for key, found in marks.items():
-                medians[key].append(statistics.median(map(self.clock.read, found)))
+                if "failed" not in runs[key][-1]:
+                    medians[key].append(statistics.median(map(self.clock.read, found)))
         for key, (_, _, row) in runs.items():
+            if "failed" in row:
+                continue
             del row["probe_ms"]
             row |= {"ms": statistics.mean(medians[key]), "medians_ms": medians[key], "repeats": repeats[key]}
 
@@ -253,13 +268,12 @@ def _prepare(setup):
 
 
 def spoken(arguments):
-    """The arguments without those that only say where files go."""
-    kept, skip = [], False
+    """The arguments without those that only say where files go or come from."""
+    unspoken, kept, skip = ("--results", "--plot", "--revision"), [], False
     for argument in arguments:
-        if skip or argument.startswith(("--results", "--plot")):
-            skip = not skip and argument in ("--results", "--plot")
-        else:
+        if not skip and argument.split("=")[0] not in unspoken:
             kept.append(argument)
+        skip = argument in unspoken
     return kept
 
 

@@ -9,6 +9,7 @@ from bench_arms import Package, Torch, TorchUnsorted
 from bench_peers import AutoModel, Cudnn, CudnnDeterministic, Megatron
 from bench_problem import Problem, Shape
 
+from nemo_v4_indexer import __version__
 from nemo_v4_indexer.kernels import backward, forward, tiling
 
 ARMS = {
@@ -30,7 +31,7 @@ def versions():
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    return found | {"torch": torch.__version__}
+    return found | {Package.distribution: __version__, "torch": torch.__version__}
 
 
 def kernels_to_build(shapes, arms):

@@ -46,6 +46,8 @@ def check_topk(problem, result, exact):
     """result: values, indices [B, S, <= K] of the largest of `problem.logits`. exact: in this package's order."""
     rows, topk = problem.rows, problem.shape.topk
     logits = problem.padded_logits[:, rows, : problem.shape.groups]
+    seen = visibility.visible(*_limits(problem, rows), problem.shape.groups)
+    _demand(relative(logits[seen], problem.truth[seen]) <= 1e-5, "the scores to select from are wrong")
     values, indices = reference.select(logits, *_limits(problem, rows), topk)
     found, at = result["values"][:, rows], result["indices"][:, rows].long()
     if exact:

@@ -24,7 +24,15 @@ SCORES_OF_FLOOR = 0.75  # from 32768 rows on
 TOPK_OF_FORWARD = 0.10
 LONG = 32768
 MEMORY_MIB = 1024  # forward and backward together at 131072 rows
-COLOURS = {OWN: "#d62728", "NeMo AutoModel": "#1f77b4", "megatron-core": "#2ca02c", "cuDNN frontend": "#9467bd"}
+COLOURS = {
+    OWN: "tab:red",
+    "NeMo AutoModel": "tab:blue",
+    "megatron-core": "tab:green",
+    "cuDNN frontend": "tab:purple",
+    "cuDNN frontend, deterministic": "tab:pink",
+    "torch": "tab:brown",
+    "torch, unsorted": "tab:olive",
+}
 
 
 def row_of(shape, operation, arm):
@@ -139,37 +147,47 @@ def report(record):
 
 
 def draw(record, path):
-    """Time of forward and of backward, and extra memory, against S; log-log, ratio 4, K = 512, one sequence."""
+    """Time of every operation, and extra memory, against S; log-log, ratio 4, K = 512, one sequence."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FixedLocator, NullLocator
 
     shapes = _typical(record)
     with matplotlib.rc_context({"svg.hashsalt": "bench", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(14, 4.4), layout="constrained", dpi=110)
+        figure = Figure(figsize=(14, 8.4), layout="constrained", dpi=110)
         FigureCanvasAgg(figure)
-        panels = figure.subplots(1, 3)
-        drawn = (("forward", "ms", "Forward"), ("backward", "ms", "Backward"), ("forward+backward", "extra_mib", None))
-        for axes, (operation, key, title) in zip(panels, drawn, strict=True):
-            for arm in arms_of(record, operation):
-                points = [(s["sequence"], row_of(s, operation, arm).get(key)) for s in shapes]
-                points = [(s, value) for s, value in points if value]
-                if points:
-                    style = {"color": COLOURS.get(arm), "lw": 2.2 if arm == OWN else 1.4}
-                    axes.loglog(*zip(*points, strict=True), marker="o", markersize=4, label=arm, **style)
-            if key == "ms" and shapes:
-                floors = [(s["sequence"], s["floors_ms"][operation]) for s in shapes]
-                axes.loglog(*zip(*floors, strict=True), color="black", ls="--", lw=1, label="matrix-product floor")
-            axes.set_title(title or "Extra memory, forward and backward", fontsize=11)
-            axes.set_ylabel("ms" if key == "ms" else "MiB")
-            axes.set_xlabel("query rows S")
-            lengths = [s["sequence"] for s in shapes]
-            axes.xaxis.set_major_locator(FixedLocator(lengths))
-            axes.xaxis.set_minor_locator(NullLocator())
-            axes.set_xticks(lengths, [f"{s // 1024}k" for s in lengths])
-            axes.grid(alpha=0.25, which="major")
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(frameon=False, fontsize=8)
-        figure.suptitle(f"{record['machine']['device']}, H=64 D=128, ratio 4, K=512, one sequence", fontsize=11)
+        panels = figure.subplots(2, 3).flat
+        for operation in OPERATIONS:
+            axes = next(panels)
+            _lines(axes, record, shapes, operation, "ms")
+            _finish(axes, shapes, TITLES[operation], "ms")
+        axes = next(panels)
+        _lines(axes, record, shapes, "forward+backward", "extra_mib")
+        _finish(axes, shapes, "Memory beyond inputs, outputs and gradients", "MiB")
+        size = "".join(f", H={shape['heads']} D={shape['dim']}" for shape in shapes[:1])
+        figure.suptitle(f"{record['machine']['device']}{size}, ratio 4, K=512, one sequence", fontsize=12)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _lines(axes, record, shapes, operation, key):
+    for arm in arms_of(record, operation):
+        points = [(s["sequence"], row_of(s, operation, arm).get(key)) for s in shapes]
+        points = [(s, value) for s, value in points if value]
+        if points:
+            style = {"color": COLOURS.get(arm), "lw": 2.2 if arm == OWN else 1.4, "marker": "o", "markersize": 4}
+            axes.loglog(*zip(*points, strict=True), label=arm, **style)
+    if key == "ms" and shapes:
+        floors = [(s["sequence"], s["floors_ms"][operation]) for s in shapes]
+        axes.loglog(*zip(*floors, strict=True), color="black", ls="--", lw=1, label="floor")
+
+
+def _finish(axes, shapes, title, unit):
+    lengths = [shape["sequence"] for shape in shapes]
+    axes.set_title(title, fontsize=11)
+    axes.set_ylabel(unit)
+    axes.set_xlabel("query rows S")
+    axes.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
+    axes.minorticks_off()
+    axes.grid(alpha=0.25)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8)

@@ -81,7 +81,7 @@ def test_the_default_shapes_cover_the_targets():
 
 
 def test_the_recorded_command_names_no_folders():
-    given = ["--full", "--results", "/tmp/x", "--plot=/tmp/y", "--budget", "9"]
+    given = ["--full", "--results", "/tmp/x", "--plot=/tmp/y", "--revision", "abc", "--budget", "9"]
     assert bench.spoken(given) == ["--full", "--budget", "9"]
 
 
@@ -168,6 +168,13 @@ def test_wrong_selections_are_refused():
             with pytest.raises(bench_gate.Wrong):
                 check(problem, operation, result)
                 pytest.fail(f"{operation}: {name} passed")
+
+
+def test_a_selection_from_other_scores_than_the_problems_is_refused():
+    problem = Problem(Shape(70, 4, 8, 1, "iid", 8, 32), "cpu", "reference")
+    problem.padded_logits.mul_(1.001)
+    with pytest.raises(bench_gate.Wrong, match="the scores to select from"):
+        check(problem, "top-k", results(problem, "top-k"))
 
 
 def test_peers_may_choose_another_order():
@@ -266,6 +273,23 @@ class BrokenPeer(bench_arms.Torch):
         raise RuntimeError("no kernel for this")
 
 
+class ExhaustedPeer(bench_arms.TorchUnsorted):
+    """Runs out of memory after the checks."""
+
+    name = "a fifth peer"
+
+    def build(self, operation, problem):
+        run, calls = super().build(operation, problem)[0], []
+
+        def limited():
+            calls.append(1)
+            if len(calls) > 8:
+                raise torch.OutOfMemoryError("out of memory")
+            return run()
+
+        return limited, None
+
+
 class MissingPeer(bench_arms.Torch):
     name = "a third peer"
 
@@ -292,6 +316,7 @@ def test_a_wrong_arm_of_this_package_is_named_not_timed_and_ends_in_failure(tmp_
 
 def test_failing_peers_do_not_end_the_run(tmp_path, capsys):
     arms = {"package": bench_arms.Package, "a": WrongPeer, "b": BrokenPeer, "c": MissingPeer, "d": HugePeer}
+    arms["e"] = ExhaustedPeer
     options_ = options(tmp_path, shapes="70:4:8", arms="package")
     options_.arms = list(arms)
     found = bench.Run(options_, FakeClock(), "reference", arms)
@@ -306,6 +331,9 @@ def test_failing_peers_do_not_end_the_run(tmp_path, capsys):
         "operation": "top-k",
         "skipped": "needs about 64 GiB",
     }
+    exhausted = bench_plot.row_of(shape, "top-k", "a fifth peer")
+    assert exhausted["failed"] == "OutOfMemoryError: out of memory" and "ms" not in exhausted
+    assert bench_plot.row_of(shape, "top-k", bench_plot.OWN)["ms"] == 2.0
     text = bench_plot.report(record)
     for part in ("needs about 64 GiB", "a third peer did not run", "a peer failed: Wrong", "no kernel for this"):
         assert part in text
@@ -359,7 +387,7 @@ def made_up():
                 ms = factor * floors[operation] / (20 if operation == "top-k" and arm == bench_plot.OWN else 1)
                 row = {"arm": arm, "operation": operation, "ms": ms, "medians_ms": [ms, ms * 1.02], "repeats": 20}
                 rows.append(row | {"extra_mib": 300.0 * factor, "errors": {}})
-        shape = {"sequence": sequence, "ratio": 4, "topk": 512, "batch": 1, "data": "iid"}
+        shape = {"sequence": sequence, "ratio": 4, "topk": 512, "batch": 1, "data": "iid"} | {"heads": 64, "dim": 128}
         shapes.append(shape | {"label": f"S={sequence}", "floors_ms": floors, "arms": rows})
     return {
         "command": "python scripts/bench.py",
@@ -401,7 +429,7 @@ def test_rendering_a_record_needs_no_measurement(tmp_path, suffix, capsys):
     content = plot.read_bytes()
     assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
     if suffix == "svg":
-        for word in (b"NeMo AutoModel", b"this package", b"matrix-product floor", b"128k"):
+        for word in (b"NeMo AutoModel", b"this package", b"floor", b"128k", b"H=64 D=128"):
             assert word in content
         bench.main(["--render", str(source), "--plot", str(plot)])
         assert plot.read_bytes() == content
