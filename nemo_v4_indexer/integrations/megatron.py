@@ -79,6 +79,7 @@ class V4TransformerConfig(TransformerConfig):
         ):
             if value != getattr(self, theirs):
                 raise ValueError(f"{ours} is {value}, but {theirs} is {getattr(self, theirs)}; they must agree")
+        self.hetereogenous_dist_checkpoint = True  # layers differ: Megatron must not store them as one stacked tensor
         super().__post_init__()
         if self.experimental_attention_variant_loss_scale_func is None:
             self.experimental_attention_variant_loss_scale_func = set_loss_scale
