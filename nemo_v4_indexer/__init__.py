@@ -16,6 +16,7 @@ _PUBLIC = {
     "V4IndexerFunction": "ops.indexer",
     "pytorch_extract_topk_scores": "ops.indexer",
     "indexer_kl_loss": "ops.loss",
+    "indexer_memory": "costs",
     "V4Indexer": "layer",
     "V4SelfAttention": "attention",
     "v4_layer_spec": "integrations.megatron",

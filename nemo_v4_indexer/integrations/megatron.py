@@ -11,6 +11,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     get_mtp_layer_spec_for_backend,
@@ -62,8 +63,20 @@ class V4TransformerConfig(TransformerConfig):
     """`AttentionConfig`, or the mapping that makes one."""
     cp_layout: str = "zigzag"
     """Rows of context parallel ranks: "zigzag" (Megatron's batches) or "contiguous"."""
+    mlp_activation: str | None = None
+    """`activation_func` by its name in torch.nn.functional, kept beside it because Megatron saves no functions."""
 
     def __post_init__(self):
+        named = getattr(torch.nn.functional, self.mlp_activation or self.activation_func.__name__, None)
+        if self.mlp_activation is None:
+            self.mlp_activation = self.activation_func.__name__ if named is self.activation_func else None
+        elif named is None or self.activation_func not in (named, torch.nn.functional.gelu):
+            raise ValueError(
+                f"mlp_activation must name the function of torch.nn.functional that is activation_func, got "
+                f"{self.mlp_activation!r} and {self.activation_func.__name__}"
+            )
+        else:
+            self.activation_func = named
         if self.cp_layout not in CP_LAYOUTS:
             raise ValueError(f"cp_layout must be one of {', '.join(CP_LAYOUTS)}, got {self.cp_layout!r}")
         for name, kind in (("v4_indexer", IndexerConfig), ("v4_attention", AttentionConfig)):
@@ -111,7 +124,8 @@ def v4_layer_spec(config, vp_stage=None):
 def _layer(config, layer):
     attention = ModuleSpec(
         V4SelfAttention,
-        params={"layer": layer, "attention": config.v4_attention},
+        # Always causal; the mask type is here for Megatron's multi-token-prediction layer, which asks for it.
+        params={"layer": layer, "attention": config.v4_attention, "attn_mask_type": AttnMaskType.causal},
         submodules=V4SelfAttentionSubmodules(),
     )
     return ModuleSpec(

@@ -77,7 +77,7 @@ def kl_rows(slots: int):
                 score[j] = -T.infinity("float32")
                 p[j] = 0.0
                 weight[j] = 0.0
-                if i < K:
+                if i < K:  # noqa: SIM102 - the index is read only inside
                     if Indices[row, i] >= 0:
                         score[j] = Scores[row, i]
                         p[j] = Mass[row, i]

@@ -8,11 +8,7 @@ import functools
 import torch
 
 from . import runtime
-
-
-def slot_capacity(topk: int) -> int:
-    """Slots a kernel is built for: a power of two and at least 128, so that few kernels are built."""
-    return max(128, 1 << (topk - 1).bit_length())
+from .backward import slot_capacity
 
 
 @functools.cache

@@ -38,7 +38,7 @@ class TopkPlan:
 def topk_plan(topk: int, keys: int) -> TopkPlan:
     """The plan for rows that see at most `keys` keys. H200 measurements chose the numbers."""
     if keys <= 2048 and topk <= 2048:
-        return TopkPlan(mode="list", threads=256, cap=2048, blocks=6)
+        return TopkPlan(mode="list", threads=256, cap=2048, blocks=4)
     room = max(512, 5 * topk // 2)  # survivors vary around 1.3 to 1.7 K
     if topk <= 1024:
         cap = -(-room // 256) * 256

@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 
 from nemo_v4_indexer import reference, visibility
 
-
 _CHUNK_BYTES = 64 * 2**20
 
 

@@ -1,7 +1,6 @@
 """What the emulated tests share: a build folder of this run, and a skip that says why nothing can be emulated."""
 
 import contextlib
-import functools
 
 import emulate
 import pytest
@@ -18,8 +17,19 @@ def build_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def emulated(build_folder):
-    """Stands in for `runtime.compile_kernel`: (prim_func, pass_configs) -> callable on CPU tensors."""
-    return functools.partial(emulate.EmulatedKernel, folder=build_folder)
+    """Stands in for `runtime.compile_kernel`: (prim_func, pass_configs) -> callable on CPU tensors.
+
+    A program is built once, whoever asks for it.
+    """
+    known = {}
+
+    def build(prim_func, pass_configs=None):
+        key = prim_func.script(show_meta=True), repr(sorted((str(k), v) for k, v in (pass_configs or {}).items()))
+        if key not in known:
+            known[key] = emulate.EmulatedKernel(prim_func, pass_configs, build_folder)
+        return known[key]
+
+    return build
 
 
 @pytest.fixture(params=emulate.SCHEDULES, ids=lambda s: f"{s.order}-{s.timing}")
@@ -38,7 +48,7 @@ def product(emulated):
     """
     from nemo_v4_indexer.kernels import backward, forward, runtime
 
-    caches = (forward.score_kernel, forward.topk_kernel, backward.kernel)
+    caches = (forward.score_kernel, forward.topk_kernel, backward.kernel, backward.plan_backward)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "compile_kernel", emulated)
         patch.setattr(forward, "_processors", lambda index: 3)

@@ -10,24 +10,16 @@ Not modelled: the register file, memory order between proxies (fences), and thre
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from cuda_source import rewrite
+from building import EmulatorGap, Job, Library, Program, build_program, compile_text
 from host_program import Data, HostProgram, LaunchRequest, TensorMap
 
-TARGET = {"kind": "cuda", "arch": "sm_90a"}
-HEADERS = Path(__file__).parent / "cuda"
-FLAGS = (
-    *("-std=c++17", "-O1", "-w", "-fPIC", "-shared"),
-    *("-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off", "-U_FORTIFY_SOURCE"),
-    # Uninitialised locals hold a pattern (registers hold garbage), and indices outside local arrays trap.
-    *("-ftrivial-auto-var-init=pattern", "-fsanitize=bounds", "-fsanitize-undefined-trap-on-error"),
-)
 _MESSAGE_BYTES = 16384
 _ORDERS = ("forward", "reverse", "random")
 _TIMINGS = ("late", "early", "random")
@@ -35,10 +27,6 @@ _TIMINGS = ("late", "early", "random")
 
 class EmulationError(RuntimeError):
     """The kernel did something that would fail, hang or be undefined on the GPU."""
-
-
-class EmulatorGap(RuntimeError):
-    """The emitted text does not compile: it uses something that the emulator lacks. Says nothing about the kernel."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +47,8 @@ SCHEDULES = (
     Schedule("random", "random", seed=1),
 )
 _active = [SCHEDULES[0]]
+
+__all__ = ["SCHEDULES", "CudaModule", "EmulatedKernel", "EmulationError", "EmulatorGap", "Schedule", "scheduled"]
 
 
 @contextlib.contextmanager
@@ -139,39 +129,14 @@ def _argument(name: str, value) -> _Argument:
     return argument
 
 
-def lower(prim_func, pass_configs=None):
-    """TileLang's artifact (kernel_source, host_mod, device_mod) for sm_90a; needs no GPU."""
-    import tilelang
-    from tilelang import tvm
+class _Launcher:
+    """Runs kernels of a compiled library."""
 
-    config = {getattr(key, "value", key): value for key, value in (pass_configs or {}).items()}
-    with tvm.target.Target(TARGET), tilelang.transform.PassContext(opt_level=3, config=config):
-        return tilelang.lower(prim_func, target=TARGET)
-
-
-def _reuse_disabled(pass_configs) -> bool:
-    names = {str(getattr(key, "value", key)): value for key, value in (pass_configs or {}).items()}
-    return bool(names.get("tl.disable_shared_memory_reuse"))
-
-
-class CudaModule:
-    """Emitted CUDA text, compiled for the emulator. g++ runs in the background until the first launch."""
-
-    def __init__(self, source: str, folder: Path | str, *, disjoint_arrays: bool):
-        text, kernels = rewrite(source, disjoint_arrays=disjoint_arrays)
-        self._kernels = {kernel.name: kernel for kernel in kernels}
-        self._library = None
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        # A fresh name each time: the loader would hand out an older library of the same path.
-        self._stem = folder / f"{kernels[0].name}_{next(_serial)}"
-        self._stem.with_suffix(".cpp").write_text(text)
-        command = ["g++", *FLAGS, "-I", str(HEADERS), "-o", f"{self._stem}.so", f"{self._stem}.cpp"]
-        self._compiler = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    def __init__(self, library: Library):
+        self._kernels = library.kernels
+        self._functions = ctypes.CDLL(library.path)
 
     def launch(self, request: LaunchRequest, schedule: Schedule) -> None:
-        """Raises EmulatorGap if the text does not compile, EmulationError if the run fails."""
-        library = self._load()
         parameters = self._kernels[request.kernel].parameters
         values = [v[0] if isinstance(v, list) else v for v in request.arguments]
         arguments = (_Argument * len(values))(*(_argument(p.name, v) for p, v in zip(parameters, values, strict=True)))
@@ -189,42 +154,72 @@ class CudaModule:
             seed=schedule.seed,
         )
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-        entry = getattr(library, f"emulate_{request.kernel}")
+        entry = getattr(self._functions, f"emulate_{request.kernel}")
         if entry(ctypes.byref(launch), message, ctypes.c_size_t(_MESSAGE_BYTES)):
             raise EmulationError(message.value.decode())
 
-    def _load(self) -> ctypes.CDLL:
-        if self._compiler.returncode is None:
-            _, self._errors = self._compiler.communicate()
-        if self._compiler.returncode:
-            raise EmulatorGap(f"the emitted CUDA does not compile for the emulator:\n{self._errors[:4000]}")
-        if self._library is None:
-            self._library = ctypes.CDLL(f"{self._stem}.so")
-        return self._library
+
+def _stem(folder: Path | str, name: str) -> Path:
+    # A fresh name each time: the loader would hand out an older library of the same path.
+    return Path(folder) / f"{name}_{next(_serial)}"
+
+
+class CudaModule:
+    """CUDA text in the form that TileLang emits."""
+
+    def __init__(self, source: str, folder: Path | str, *, disjoint_arrays: bool):
+        stem = _stem(folder, "text")
+        work = functools.partial(compile_text, source, stem, disjoint_arrays=disjoint_arrays)
+        self._job = Job(work, stem.with_suffix(".result"))
+
+    @functools.cached_property
+    def _launcher(self) -> _Launcher:
+        return _Launcher(self._job.result())
+
+    def launch(self, request: LaunchRequest, schedule: Schedule) -> None:
+        """Raises EmulatorGap if the text does not compile, EmulationError if the run fails."""
+        self._launcher.launch(request, schedule)
 
 
 class EmulatedKernel:
-    """A TileLang program, callable on CPU tensors as a compiled kernel is on CUDA tensors."""
+    """A TileLang program, callable on CPU tensors as a compiled kernel is on CUDA tensors.
+
+    It is built in the background; the first use waits, and raises EmulatorGap if the emulator lacks something.
+    """
 
     def __init__(self, prim_func, pass_configs=None, folder: Path | str = "."):
-        artifact = lower(prim_func, pass_configs)
-        self.source = artifact.kernel_source
-        self._module = CudaModule(self.source, folder, disjoint_arrays=_reuse_disabled(pass_configs))
-        tags = {
-            name.name_hint: tuple(str(tag) for tag in function.attrs["tirx.kernel_launch_params"])
-            for name, function in artifact.device_mod.functions.items()
-        }
-        (host,) = artifact.host_mod.functions.values()
-        self._host = HostProgram(host, tags)
+        stem = _stem(folder, prim_func.attrs["global_symbol"])
+        work = functools.partial(build_program, prim_func, pass_configs, stem)
+        self._job = Job(work, stem.with_suffix(".result"))
 
     def __call__(self, *arguments) -> None:
         """Raises HostError where the host function refuses the arguments, EmulationError where the kernel fails."""
         for request in self.launches(*arguments):
-            self._module.launch(request, _active[-1])
+            self._launcher.launch(request, _active[-1])
 
     def launches(self, *arguments) -> list[LaunchRequest]:
         """What a call with these arguments would launch."""
         return self._host.launches(arguments)
+
+    @property
+    def source(self) -> str:
+        """The CUDA text."""
+        return self._program.source
+
+    @functools.cached_property
+    def _program(self) -> Program:
+        return self._job.result()
+
+    @functools.cached_property
+    def _launcher(self) -> _Launcher:
+        return _Launcher(self._program.library)
+
+    @functools.cached_property
+    def _host(self) -> HostProgram:
+        from tilelang import tvm
+
+        (host,) = tvm.ir.load_json(self._program.host).functions.values()
+        return HostProgram(host, self._program.launch_tags)
 
 
 def poisoned(*shape, dtype=torch.float32) -> torch.Tensor:

@@ -50,6 +50,24 @@ PLAIN = (4e-3, 3e-3, 1e-6)
 PRECISE = (4e-3, 2e-5, 1e-6)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def programs(product):
+    """Starts the builds of everything below, the slowest first."""
+    from nemo_v4_indexer.kernels import backward
+
+    shapes = ((64, 128), (8, 32), (128, 64))
+    backward.kernel("key_side", 64, 128, True)
+    for heads, dim in shapes:
+        backward.kernel("key_side", heads, dim, False)
+    for heads, dim in shapes:
+        slots = backward.slot_capacity(100 if heads == 64 else 40)
+        backward.kernel("query_side", slots, heads, dim)
+        backward.kernel("sparse", slots, heads, dim, False)
+        backward.kernel("reduce", dim)
+    backward.kernel("sparse", backward.slot_capacity(100), 64, 128, True)
+    backward.kernel("plan")
+
+
 @pytest.mark.parametrize("precise", [False, True], ids=["plain", "precise"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["sparse", "dense"])
 def test_backward(product, schedule, deterministic, precise):

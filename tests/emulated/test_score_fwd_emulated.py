@@ -36,7 +36,6 @@ def error_bound(q, k, w):
 def kernels(emulated):
     from nemo_v4_indexer.kernels import score_fwd
 
-    # All are started first: g++ works on one while the next is lowered.
     return {
         (h, d): emulated(score_fwd.score_fwd(h, d), score_fwd.PASS_CONFIGS) for h, d in ((64, 128), (8, 32), (128, 64))
     }

@@ -235,8 +235,9 @@ inline void Block::report_deadlock() {
   std::string report = "deadlock, no thread can go on:";
   for (int first = 0; first < threads();) {
     auto same = [&](int other) {
-      return fibers_[other].state == fibers_[first].state && fibers_[other].waiting_for == fibers_[first].waiting_for &&
-             fibers_[other].detail == fibers_[first].detail;
+      const Fiber &a = fibers_[first], &b = fibers_[other];
+      return a.state == b.state &&
+             (a.state == State::done || (a.waiting_for == b.waiting_for && a.detail == b.detail));
     };
     int last = first;
     while (last + 1 < threads() && same(last + 1)) {
