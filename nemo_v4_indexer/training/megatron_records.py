@@ -27,11 +27,13 @@ class StepRecords:
         self._model, self._metrics = model, metrics
         self._pending: dict[str, Any] | None = None
         self._since = time.perf_counter()
+        self._rate: float | None = None
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Within it, Megatron's logging and evaluation report here too."""
         with (
+            mock.patch.object(training, "train_step", self._stepping(training.train_step)),
             mock.patch.object(training, "training_log", self._logging(training.training_log)),
             mock.patch.object(training, "evaluate", self._evaluating(training.evaluate)),
         ):
@@ -40,13 +42,21 @@ class StepRecords:
             finally:
                 self._flush()
 
+    def _stepping(self, step: Callable) -> Callable:
+        def stepped(forward, data, model, optimizer, *rest, **named):
+            # Megatron logs the rate of the step to come.
+            self._rate = training.get_canonical_lr_for_logging(optimizer.param_groups)
+            return step(forward, data, model, optimizer, *rest, **named)
+
+        return stepped
+
     def _logging(self, log: Callable) -> Callable:
         def logged(losses, totals, rate, iteration, scale, memory, skipped, norm, *rest, **named):
             values = self._indexer_values()
             self._flush()
             if losses:
                 record = {"step": iteration, **dict.fromkeys(ALWAYS), "lm_loss": losses[LM_LOSS].item(), **values}
-                self._pending = record | {"lr": rate, "grad_norm": norm, "tokens_per_s": self._speed()}
+                self._pending = record | {"lr": self._rate, "grad_norm": norm, "tokens_per_s": self._speed()}
                 device = losses[LM_LOSS].device
                 losses |= {n: torch.tensor(v, device=device) for n, v in values.items() if "/" not in n}
             args = get_args()

@@ -89,9 +89,7 @@ def fake_cuda():
         "get_device_name": "a CPU",
         "memory_stats": {},
         "is_current_stream_capturing": False,
-        **dict.fromkeys(
-            ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0
-        ),
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0),
     }
     for name, answer in answers.items():
         setattr(cuda, name, lambda *_, answer=answer, **__: answer)

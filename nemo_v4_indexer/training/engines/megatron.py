@@ -126,11 +126,11 @@ def _build(
 ) -> torch.nn.Module:
     """Megatron's model provider: the model of one pipeline stage, which is also appended to `model`."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.utils import print_rank_0
 
     from nemo_v4_indexer.integrations import megatron as host
+    from nemo_v4_indexer.integrations.megatron_builder import V4GPTModelBuilder, V4GPTModelConfig
     from nemo_v4_indexer.training import megatron_checkpoint
 
     for layer in (layer for layer in config.indexer.plan() if layer.has_indexer):
@@ -142,19 +142,10 @@ def _build(
         # The embedded engine's weights on one stage; stages that draw for other layers draw other numbers.
         stage = parallel_state.get_pipeline_model_parallel_rank()
         torch.manual_seed(config.train.seed + 100 * stage + 10 * (vp_stage or 0))
-        chunk = GPTModel(
-            transformer,
-            host.v4_layer_spec(transformer, vp_stage),
-            mtp_block_spec=host.v4_mtp_spec(transformer, vp_stage),
-            vocab_size=args.padded_vocab_size,
-            max_sequence_length=args.seq_length,
-            position_embedding_type="none",
-            share_embeddings_and_output_weights=False,
-            pre_process=pre_process,
-            post_process=post_process,
-            vp_stage=vp_stage,
-            pg_collection=others.get("pg_collection"),
+        settings = V4GPTModelConfig(
+            transformer=transformer, vocab_size=args.padded_vocab_size, seq_length=args.seq_length
         )
+        chunk = V4GPTModelBuilder(settings).build_model(others["pg_collection"], pre_process, post_process, vp_stage)
     except (ValueError, NotImplementedError) as error:
         raise UsageError(f"the model cannot be built from this configuration: {error}") from error
     if begin:
