@@ -80,6 +80,7 @@ DEFAULTS = {
     "bf16": True,
     "lr_decay_style": "cosine",
     "dist_ckpt_optim_fully_reshardable": True,  # checkpoints that other divisions over ranks can read
+    "override_opt_param_scheduler": True,  # a run that goes on follows our keys, not its checkpoint's
     "exit_signal_handler": True,
     "rerun_mode": "disabled",
     "enable_one_logger": False,

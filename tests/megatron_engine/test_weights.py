@@ -44,12 +44,12 @@ def save(model, folder, without):
 def test_a_dense_checkpoint_starts_a_run_but_does_not_continue_one(build, tmp_path):
     dense, model = build(1), build(2)
     path = save(dense, tmp_path, ".indexer.")
-    fresh = {name: value.clone() for name, value in model.state_dict().items() if ".indexer." in name}
+    fresh = {name: value.detach().clone() for name, value in model.named_parameters() if ".indexer." in name}
     assert len(fresh) > 4
     source, new = megatron_checkpoint.load_weights(tmp_path, model)
     assert source == path and len(new) == len(fresh) and all(".layers.1." in name for name in new)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, fresh.get(name, dense.state_dict()[name])), name
+    for name, value in model.named_parameters():
+        assert torch.equal(value, fresh.get(name, dense.get_parameter(name))), name
     with pytest.raises(UsageError, match=r"lacks \d+ weights of this model.*train.init_from"):
         megatron_checkpoint.check_complete(path, model)
 
