@@ -10,7 +10,7 @@
 #   sbatch examples/multinode_slurm.sh output_dir=/shared/run train.resume=true
 set -eu
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-CONFIG=${CONFIG:-pretrain_v4_4layer}
+CONFIG=${CONFIG:-pretrain_v4_4layer_megatron}
 
 exec srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
     --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$HEAD:29500" \

@@ -3,7 +3,7 @@
 #   NODES=2 NODE_RANK=0 HEAD=node0 sh examples/multinode_torchrun.sh train.steps=500
 set -eu
 NODES=${NODES:-2} NODE_RANK=${NODE_RANK:?the number of this node, from 0} HEAD=${HEAD:?the name of node 0}
-GPUS=${GPUS:-8} PORT=${PORT:-29500} CONFIG=${CONFIG:-pretrain_v4_4layer}
+GPUS=${GPUS:-8} PORT=${PORT:-29500} CONFIG=${CONFIG:-pretrain_v4_4layer_megatron}
 
 # Tensor parallel ranks stay within a node; what is left of the GPUs is data parallel.
 exec torchrun --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node "$GPUS" \

@@ -21,7 +21,7 @@ SEQUENCE, TIMED_SEQUENCE = 8192, 32768
 COMPARED_SEQUENCE, VOCABULARY, HIDDEN = 4096, 1024, 1024
 SMALL = dict(n_heads=16, head_dim=256, q_lora_rank=512, o_groups=4, o_lora_rank=256)
 COMMAND = (
-    "--config-name", "pretrain_v4_4layer", f"data.sequence_length={SEQUENCE}", "train.batch_size=1",
+    "--config-name", "pretrain_v4_4layer_megatron", f"data.sequence_length={SEQUENCE}", "train.batch_size=1",
     f"train.steps={STEPS}", "train.lr_warmup_steps=5", "train.eval_batches=0", f"train.checkpoint_interval={SAVED}",
     "train.log_interval=1", "indexer.backend=tilelang", "indexer.loss.warmup_steps=10", "indexer.loss.coeff=1.0",
     "megatron.num_workers=0",

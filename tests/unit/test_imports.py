@@ -12,7 +12,8 @@ PACKAGE = "nemo_v4_indexer"
 ROOT = Path(nemo_v4_indexer.__file__).parent
 CONFIG_FILES = {"config", "config_parsing", "config_hf"}
 # Units that stand apart inside a family.
-INNER = {"kernels.tiling", "kernels.runtime"}
+NEMO = ("integrations.nemo", "integrations.nemo_config", "integrations.nemo_metrics")
+INNER = {"kernels.tiling", "kernels.runtime", *NEMO}
 
 BASE = {"config", "visibility", "checks", "reference", "rotary", "parallel"}
 OPERATION = BASE | {"ops", "diagnostics"}
@@ -45,16 +46,29 @@ ALLOWED = {
     "plan": {"costs", "visibility", "training"},
     "integrations": LAYER | {"layer", "attention", "weights"},
     "training": LAYER | {"layer", "attention", "weights", "integrations", "configs"},
+    "integrations.nemo": {*LAYER, "layer", "attention", "integrations", "training", *NEMO[1:]},
+    "integrations.nemo_config": {"config", "training"},
+    "integrations.nemo_metrics": {"training"},
     "pretrain": {"training"},
 }
 """What a unit may import of the package, beside itself."""
 
 OUTSIDE = {
     "hydra": {"training", "integrations"},
-    "omegaconf": {"training", "integrations", "plan"},
-    "torch.distributed": {"parallel", "training", "integrations"},
-    "megatron": {"parallel", "modules", "compressor", "layer", "attention", "integrations", "training"},
-    "nemo": {"integrations", "training"},
+    "omegaconf": {"training", "integrations", "plan", "integrations.nemo", "integrations.nemo_metrics"},
+    "torch.distributed": {"parallel", "training", "integrations", "integrations.nemo"},
+    "megatron": {
+        "parallel",
+        "modules",
+        "compressor",
+        "layer",
+        "attention",
+        "integrations",
+        "integrations.nemo",
+        "training",
+    },
+    "nemo": {"integrations.nemo"},
+    "lightning": {"integrations.nemo", "integrations.nemo_metrics"},
     "nemo_automodel": {"integrations", "training"},
     "tilelang": {"kernels", "kernels.runtime"},
     "tvm": {"kernels", "kernels.runtime"},
