@@ -246,7 +246,7 @@ def checks(facts):
         for label, found in layers.items():
             rows.append((f"{label}: loss - one GPU's", abs(found["loss"] - one["loss"]), 2e-3))
             for part in ("main", "indexer"):  # as far from the fp32 reference as one GPU in bf16 is
-                rows.append((f"{label}: {part} gradient error", found[part], 1.25 * one[part] + 1e-3))
+                rows.append((f"{label}: {part} gradient error", found[part], 1.5 * one[part] + 1e-3))
         layers["one GPU"] = one
     if times := facts.get("time"):
         for name in ("selection", "training"):

@@ -100,6 +100,13 @@ def test_pipeline_with_a_stage_without_indexers_goes_on_from_tensor_parallel(sha
     assert len(back) == 9 and back[9]["lm_loss"] < records[8]["lm_loss"] + 0.05
 
 
+def test_interleaved_pipeline_goes_on_from_one_process(whole, text, tmp_path):
+    """Every chunk of layers gets the settings and the weights of its global numbers."""
+    folder = continued(whole[0], tmp_path / "interleaved")
+    chunks = ("parallel.pipeline=2", "megatron.num_layers_per_virtual_pipeline_stage=1")
+    assert_same(train(text, folder, *chunks, "train.resume=true", processes=2), whole[1], steps=range(5, 9))
+
+
 def test_data_parallel_goes_on_from_one_process(whole, text, tmp_path):
     folder = continued(whole[0], tmp_path / "data")
     assert_same(train(text, folder, "train.resume=true", processes=2), whole[1], steps=range(5, 9))
