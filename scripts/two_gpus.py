@@ -222,8 +222,7 @@ def train_and_resume(folder):
     shutil.rmtree(folder / "tp2" / "checkpoints" / f"iter_{STEPS:07d}")
     (folder / "tp2" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
     one = ("parallel.tensor=1", "parallel.sequence=false", "train.resume=true", f"megatron.exit_interval={RESUMED}")
-    # No save of its own: only the first steps after loading are of interest.
-    torchrun(1, *run, *one, "megatron.no_save_optim=true", f"output_dir={folder / 'tp2'}")
+    torchrun(1, *run, *one, f"output_dir={folder / 'tp2'}")
     resumed = records(folder / "tp2")
     speeds = sorted(both[step]["tokens_per_s"] for step in range(11, STEPS + 1))
     names = ("lm_loss", "indexer_loss", "kl_uniform", "recall", "recall_random", "grad_norm")
