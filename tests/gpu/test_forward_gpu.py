@@ -18,14 +18,13 @@ def test_every_head_count_and_dim(heads, dim):
         groups = visibility.num_groups(rows, ratio)
         q, k, w = make_inputs(rows, batch, groups, heads, dim, seed=rows)
         start, end = causal(rows, batch, ratio)
-        truth = true_scores(q, k, w)
         for topk in (1, 33):
             scores, indices = forward.forward(q, k, w, start, end, topk)
-            assert_selected(scores, indices, truth, start, end, topk)
+            assert_selected(scores, indices, (q, k, w), start, end, topk)
             if rows > 1:  # the comparison can fail
                 shifted = (indices + 1).clamp(max=groups - 1)
                 with pytest.raises(AssertionError):
-                    assert_selected(scores, shifted, truth, start, end, topk)
+                    assert_selected(scores, shifted, (q, k, w), start, end, topk)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +35,7 @@ def test_long_and_ragged(rows, batch, ratio, topk):
     q, k, w = make_inputs(rows, batch, visibility.num_groups(rows, ratio))
     start, end = causal(rows, batch, ratio)
     scores, indices = forward.forward(q, k, w, start, end, topk)
-    assert_selected(scores, indices, true_scores(q, k, w), start, end, topk)
+    assert_selected(scores, indices, (q, k, w), start, end, topk)
 
 
 def test_limits_are_data():
@@ -48,13 +47,13 @@ def test_limits_are_data():
     end[:, ::7] = start[:, ::7]
     scores, indices = forward.forward(q, k, w, start, end, 100)
     assert_selected(
-        scores, indices, true_scores(q, k, w), *visibility.batched_limits(start, end, batch, rows, groups), 100
+        scores, indices, (q, k, w), *visibility.batched_limits(start, end, batch, rows, groups), 100
     )
     lengths = torch.tensor([0, 3, 700, 701, 777], device="cuda")
     start, end = visibility.packed_limits(lengths, 4)
     start, end = visibility.batched_limits(start, end, batch, rows, groups)
     scores, indices = forward.forward(q, k, w, start, end, 100)
-    assert_selected(scores, indices, true_scores(q, k, w), start, end, 100)
+    assert_selected(scores, indices, (q, k, w), start, end, 100)
 
 
 def test_nothing_to_see():
@@ -279,8 +278,7 @@ def test_twenty_runs_agree():
     k = k[torch.arange(750, device="cuda") % 50]  # every key 15 times: ties everywhere
     start, end = causal(3000, 1, 4)
     first = forward.forward(q, k, w, start, end, 101)
-    truth = true_scores(q, k, w)
-    assert_selected(*first, truth, start, end, 101)
+    assert_selected(*first, (q, k, w), start, end, 101)
     for _ in range(20):
         again = forward.forward(q, k, w, start, end, 101)
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
@@ -334,5 +332,5 @@ def test_memory_of_a_long_sequence():
     assert extra <= tiling.WORKSPACE_BYTES + MIB, f"{extra / MIB:.0f} MiB"
     pick = torch.tensor([0, 2, 3, 4, 65537, 131070, 131071], device="cuda")
     assert_selected(
-        scores[:, pick], indices[:, pick], true_scores(q[pick], k, w[pick]), start[:, pick], end[:, pick], topk
+        scores[:, pick], indices[:, pick], (q[pick], k, w[pick]), start[:, pick], end[:, pick], topk
     )
