@@ -10,6 +10,8 @@ def choose(config: PretrainConfig) -> Callable[..., int]:
     """The engine's `run(config, resolved, resolved_yaml)`. Raises UsageError for what only the other engine can do."""
     from nemo_v4_indexer.training import world
 
+    if config.engine != "embedded":
+        world.order_kernels()  # before anything touches the GPU
     device = world.device_of(config.device, world.launch())
     engine = config.engine
     if engine == "auto":

@@ -23,7 +23,7 @@ from nemo_v4_indexer.training.errors import UsageError
 from nemo_v4_indexer.training.files import write_text
 from nemo_v4_indexer.training.folder import RunFolder
 from nemo_v4_indexer.training.metrics import MetricsFile
-from nemo_v4_indexer.training.world import Launch, launch, order_kernels
+from nemo_v4_indexer.training.world import Launch, launch
 
 
 def run(config: PretrainConfig, resolved: Mapping[str, Any], resolved_yaml: str) -> int:
@@ -32,7 +32,6 @@ def run(config: PretrainConfig, resolved: Mapping[str, Any], resolved_yaml: str)
     resolved: the plain configuration; resolved_yaml: its text for the output folder. Raises UsageError for what the
     user can fix.
     """
-    order_kernels()
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
