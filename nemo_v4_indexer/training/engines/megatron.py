@@ -50,14 +50,12 @@ def run(config: PretrainConfig, resolved: Mapping[str, Any], resolved_yaml: str)
     with contextlib.ExitStack() as stack:
         stack.enter_context(repaired_megatron())
         _join(config, place, stack)
-        # Every rank looks before rank 0 may delete.
-        megatron_checkpoint.prepare(
-            folder.checkpoints, resume=train.resume, overwrite=train.overwrite or place.rank > 0
-        )
-        dist.barrier()
         if place.rank == 0:
+            megatron_checkpoint.prepare(folder.checkpoints, resume=train.resume, overwrite=train.overwrite)
             folder.root.mkdir(parents=True, exist_ok=True)
             write_text(folder.config, resolved_yaml)
+            for note in config.indexer.warnings_for(config.data.sequence_length):
+                print(f"note      {note}", flush=True)
         dist.barrier()
         set_global_variables(args)
         metrics = None
