@@ -1,8 +1,5 @@
 """megatron-core 0.19.2: layer spec, model builder, loss hook and metrics. Nothing of Megatron is patched."""
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -19,7 +16,6 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
@@ -29,12 +25,10 @@ from megatron.core.utils import get_model_config
 
 from nemo_v4_indexer import parallel
 from nemo_v4_indexer.attention import V4SelfAttention, V4SelfAttentionSubmodules
-from nemo_v4_indexer.config import AttentionConfig, IndexerConfig
 from nemo_v4_indexer.diagnostics import Statistics
+from nemo_v4_indexer.integrations.megatron_config import V4TransformerConfig, settings_of
 from nemo_v4_indexer.layer import V4Indexer, collecting
 from nemo_v4_indexer.modules import RMSNorm
-from nemo_v4_indexer.ops.loss import set_loss_scale
-from nemo_v4_indexer.sharding import CP_LAYOUTS
 
 __all__ = [
     "V4TransformerConfig",
@@ -49,62 +43,13 @@ __all__ = [
 ]
 
 
-@dataclass
-class V4TransformerConfig(TransformerConfig):
-    """Megatron's TransformerConfig with the indexer and the attention around it.
-
-    Raises:
-        ValueError: indexer or attention is missing, or their layer and head counts differ from Megatron's.
-    """
-
-    v4_indexer: Any = None
-    """`IndexerConfig`, or the mapping that makes one."""
-    v4_attention: Any = None
-    """`AttentionConfig`, or the mapping that makes one."""
-    cp_layout: str = "zigzag"
-    """Rows of context parallel ranks: "zigzag" (Megatron's batches) or "contiguous"."""
-    mlp_activation: str | None = None
-    """`activation_func` by its name in torch.nn.functional, kept beside it because Megatron saves no functions."""
-
-    def __post_init__(self):
-        named = getattr(torch.nn.functional, self.mlp_activation or self.activation_func.__name__, None)
-        if self.mlp_activation is None:
-            self.mlp_activation = self.activation_func.__name__ if named is self.activation_func else None
-        elif named is None or self.activation_func not in (named, torch.nn.functional.gelu):
-            raise ValueError(
-                f"mlp_activation must name the function of torch.nn.functional that is activation_func, got "
-                f"{self.mlp_activation!r} and {self.activation_func.__name__}"
-            )
-        else:
-            self.activation_func = named
-        if self.cp_layout not in CP_LAYOUTS:
-            raise ValueError(f"cp_layout must be one of {', '.join(CP_LAYOUTS)}, got {self.cp_layout!r}")
-        for name, kind in (("v4_indexer", IndexerConfig), ("v4_attention", AttentionConfig)):
-            value = getattr(self, name)
-            if value is None:
-                raise ValueError(
-                    f"V4TransformerConfig needs {name}: a {kind.__name__} or a mapping that makes one, got None"
-                )
-            setattr(self, name, value if isinstance(value, kind) else kind.from_dict(value))
-        for ours, theirs, value in (
-            ("v4_indexer.num_layers", "num_layers", self.v4_indexer.num_layers),
-            ("v4_attention.n_heads", "num_attention_heads", self.v4_attention.n_heads),
-        ):
-            if value != getattr(self, theirs):
-                raise ValueError(f"{ours} is {value}, but {theirs} is {getattr(self, theirs)}; they must agree")
-        self.hetereogenous_dist_checkpoint = True  # layers differ: Megatron must not store them as one stacked tensor
-        super().__post_init__()
-        if self.experimental_attention_variant_loss_scale_func is None:
-            self.experimental_attention_variant_loss_scale_func = set_loss_scale
-
-
 def v4_layer_spec(config, vp_stage=None):
     """Layers of this pipeline stage, each with the settings of its global number.
 
     Usable as `--spec nemo_v4_indexer.integrations.megatron v4_layer_spec` and as a `transformer_layer_spec`.
 
     Args:
-        config: `V4TransformerConfig`, or a model config that holds one as `transformer`.
+        config: `V4TransformerConfig`, another with its settings, or a model config that holds one as `transformer`.
         vp_stage: virtual pipeline stage, or None.
 
     Returns:
@@ -114,25 +59,24 @@ def v4_layer_spec(config, vp_stage=None):
         TypeError: config is of another class, so the indexer's settings are unknown.
     """
     config = getattr(config, "transformer", config)
-    if not isinstance(config, V4TransformerConfig):
-        raise TypeError(f"v4_layer_spec needs a V4TransformerConfig, got {type(config).__name__}")
+    indexer, attention = settings_of(config)
     offset = get_transformer_layer_offset(config, vp_stage) if config.pipeline_model_parallel_size > 1 else 0
-    plan = config.v4_indexer.plan()[offset : offset + get_num_layers_to_build(config, vp_stage)]
-    return TransformerBlockSubmodules([_layer(config, layer) for layer in plan], layer_norm=RMSNorm)
+    plan = indexer.plan()[offset : offset + get_num_layers_to_build(config, vp_stage)]
+    return TransformerBlockSubmodules([_layer(attention, layer) for layer in plan], layer_norm=RMSNorm)
 
 
-def _layer(config, layer):
-    attention = ModuleSpec(
+def _layer(attention, layer):
+    self_attention = ModuleSpec(
         V4SelfAttention,
         # Always causal; the mask type is here for Megatron's multi-token-prediction layer, which asks for it.
-        params={"layer": layer, "attention": config.v4_attention, "attn_mask_type": AttnMaskType.causal},
+        params={"layer": layer, "attention": attention, "attn_mask_type": AttnMaskType.causal},
         submodules=V4SelfAttentionSubmodules(),
     )
     return ModuleSpec(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=attention,
+            self_attention=self_attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=get_mlp_module_spec_for_backend(LocalSpecProvider()),
@@ -216,8 +160,9 @@ def v4_mtp_spec(config, vp_stage=None):
     if not get_mtp_num_layers_to_build(config, vp_stage=vp_stage):
         return None
     backend = LocalSpecProvider()
-    layers = [layer for layer in config.v4_indexer.plan() if layer.is_mtp]
-    specs = [get_mtp_layer_spec_for_backend(_layer(config, layer), backend) for layer in layers]
+    indexer, attention = settings_of(config)
+    layers = [layer for layer in indexer.plan() if layer.is_mtp]
+    specs = [get_mtp_layer_spec_for_backend(_layer(attention, layer), backend) for layer in layers]
     for spec in specs:  # the backend's norm refuses sequence parallelism
         spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = RMSNorm
     return MultiTokenPredictionBlockSubmodules(layer_specs=specs)
@@ -272,7 +217,7 @@ def indexer_metrics(model, pipeline_group=None):
         dict of float; empty for a model without indexers.
     """
     config = get_model_config(model[0] if isinstance(model, list | tuple) else model)
-    numbers = [layer.layer_number for layer in config.v4_indexer.plan() if layer.has_indexer]
+    numbers = [layer.layer_number for layer in settings_of(config)[0].plan() if layer.has_indexer]
     if not numbers:
         return {}
     if pipeline_group is None and config.pipeline_model_parallel_size > 1:

@@ -24,7 +24,8 @@ from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from nemo_v4_indexer.attention import V4SelfAttention
-from nemo_v4_indexer.integrations.megatron import V4TransformerConfig, v4_layer_spec, v4_mtp_spec
+from nemo_v4_indexer.integrations.megatron import v4_layer_spec, v4_mtp_spec
+from nemo_v4_indexer.integrations.megatron_config import V4TransformerConfig, settings_of
 
 __all__ = ["V4GPTModelBuilder", "V4GPTModelConfig", "require_v4_layers"]
 
@@ -166,7 +167,7 @@ def require_v4_layers(model):
     for chunk in model if isinstance(model, list | tuple) else [model]:
         layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
         for layer in layers:
-            attention, plan = layer.self_attention, layer.config.v4_indexer.plan()
+            attention, plan = layer.self_attention, settings_of(layer.config)[0].plan()
             if not isinstance(attention, V4SelfAttention):
                 raise RuntimeError(
                     f"layer {layer.layer_number} has {type(attention).__name__} instead of V4SelfAttention: the layer "

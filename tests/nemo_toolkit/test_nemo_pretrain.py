@@ -106,7 +106,7 @@ def test_own_configuration_is_enabled_through_the_search_path(tmp_path, book):
     assert result.returncode == 0, result.stderr
     assert of_steps(path.parent)[0]["indexer_loss"] > 0
     kept = yaml.safe_load((path.parent / "checkpoints" / "config.yaml").read_text())["model"]["v4_indexer"]
-    assert kept["topk"] == 2 and kept["layers"] == {4: {"topk": 3}} and kept["num_layers"] == 4
+    assert kept["topk"] == 2 and kept["layers"] == {"4": {"topk": 3}} and kept["num_layers"] == 4
     result, path = command(tmp_path, "bad", *where, *turned_on, "+model.v4_indexer.topkk=3")
     assert result.returncode != 0 and "unknown key 'topkk'" in result.stderr and path is None
 

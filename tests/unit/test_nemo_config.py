@@ -1,5 +1,7 @@
 """NeMo configurations: composed by Hydra alone (no NeMo needed), strictly checked, the same after YAML."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,3 +126,12 @@ def test_freezing_needs_a_dense_stage():
     assert read("model.freeze_main=true").freeze_main
     with pytest.raises(UsageError, match=r"model\.freeze_main=true needs"):
         read("model.freeze_main=true", "model.v4_indexer=null")
+
+
+def test_example_shows_the_plan():
+    command = [sys.executable, FOLDER.parent.parent / "examples" / "nemo_config.py", "model.v4_indexer.topk=64"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "layer 3: sparse, ratio 4, topk 64" in result.stdout and "layer 4: heavy, ratio 128" in result.stdout
+    mistake = subprocess.run([*command, "+model.v4_indexer.topkk=1"], capture_output=True, text=True, timeout=120)
+    assert mistake.returncode != 0 and "did you mean 'topk'" in mistake.stderr
