@@ -11,6 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -82,6 +83,7 @@ class V4SelfAttention(MegatronModule):
         rope = RopeConfig(dim=attention.rope_dim, theta=attention.rope_theta)
         self.rope = rope if layer.kind == "window" else dataclasses.replace(layer.rope, dim=attention.rope_dim)
         self.scale = attention.head_dim**-0.5
+        self.recompute = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         h, c = config.hidden_size, attention.head_dim
         width, rank = attention.n_heads * c, attention.q_lora_rank
         linear = dict(config=config, bias=False, skip_bias_add=False, tp_group=tp)
@@ -206,7 +208,19 @@ class V4SelfAttention(MegatronModule):
         return Entries(compressed, indices, *limits), selection
 
     def _attend(self, q, latent, entries, shards):
-        """Attention of this rank's query rows, one run of consecutive ones at a time: as `sparse_attention`."""
+        """Attention of this rank's query rows: as `sparse_attention`; selective recompute keeps only its inputs."""
+        if not (self.recompute and torch.is_grad_enabled()):
+            return self._attend_runs(q, latent, entries, shards)
+        if entries is None:
+            return checkpoint(lambda q, latent: self._attend_runs(q, latent, None, shards), False, q, latent)
+
+        def attend(q, latent, compressed):
+            return self._attend_runs(q, latent, entries._replace(latent=compressed), shards)
+
+        return checkpoint(attend, False, q, latent, entries.latent)
+
+    def _attend_runs(self, q, latent, entries, shards):
+        """One run of consecutive query rows at a time."""
         first_keys = None if shards.documents is None else shards.documents.starts()
         outs, place = [], 0
         for start, stop in shards.queries.own:

@@ -72,6 +72,7 @@ class V4TransformerConfig(TransformerConfig):
         if self.cp_layout not in CP_LAYOUTS:
             raise ValueError(f"cp_layout must be one of {', '.join(CP_LAYOUTS)}, got {self.cp_layout!r}")
         self.v4_indexer, self.v4_attention = settings_of(self)
+        self.hetereogenous_dist_checkpoint = True  # layers differ: Megatron must not store them as one stacked tensor
         super().__post_init__()
         if self.experimental_attention_variant_loss_scale_func is None:
             self.experimental_attention_variant_loss_scale_func = set_loss_scale

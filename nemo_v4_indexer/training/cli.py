@@ -24,9 +24,10 @@ overrides are Hydra's key=value, for example:
   data=text_file data.path=book.txt        train on your own text
   train.resume=true                        go on after an interruption
   output_dir=outputs/other                 write somewhere else
-tensor parallelism: torchrun --nproc-per-node 2 -m nemo_v4_indexer.pretrain ... parallel.tensor=2
+several processes: torchrun --nproc-per-node 2 -m nemo_v4_indexer.pretrain ... parallel.tensor=2
+Megatron's own options (on GPUs): megatron.recompute_granularity=selective megatron.bf16=false
 """
-_FREE_MAPS = ("indexer.layers.",)  # maps whose keys the user adds: no Hydra `+` needed
+_FREE_MAPS = ("indexer.layers.", "megatron.")  # maps whose keys the user adds: no Hydra `+` needed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,9 +72,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.cfg:
         print(text, end="")
         return 0
-    from nemo_v4_indexer.training.engines import embedded
+    from nemo_v4_indexer.training import engines
 
-    return embedded.run(config, resolved, text)
+    return engines.choose(config)(config, resolved, text)
 
 
 def compose(name: str, overrides: Sequence[str], folder: Path | None = None) -> Any:

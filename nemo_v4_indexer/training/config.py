@@ -17,17 +17,22 @@ from nemo_v4_indexer.training.sections import (
     typed,
 )
 
-ENGINES = ("embedded",)
+ENGINES = ("auto", "embedded", "megatron")
 DEVICES = ("auto", "cpu", "cuda")
-SOURCES = ("stdlib", "text_file")
+SOURCES = ("stdlib", "text_file", "mock", "indexed")
+BYTE_SOURCES = SOURCES[:2]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     source: str = "stdlib"
-    """`stdlib`: the running interpreter's own library; `text_file`: a file or folder of the user's."""
+    """`stdlib`: the running interpreter's own library; `text_file`: a file or folder of the user's; `mock`: Megatron's
+    made-up sequences; `indexed`: tokens in Megatron's .bin and .idx files. The last two are of the Megatron engine."""
     path: str | None = None
-    """File or folder, for `text_file`."""
+    """File or folder, for `text_file`; for `indexed` the files' common name without .bin and .idx, or several as
+    Megatron reads them: "weight name weight name"."""
+    vocab_size: int | None = None
+    """Tokens in the vocabulary, for `mock` and `indexed`; text is read as 256 bytes."""
     pattern: str = "*"
     """Shell pattern that file names in the folder must match."""
     sequence_length: int = 256
@@ -37,10 +42,13 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(self.source in SOURCES, "data.source", f"one of {', '.join(SOURCES)}", self.source)
-        at_least("data", self, 2, "sequence_length")
+        at_least("data", self, 2, "sequence_length", "vocab_size")
         require(0.0 < self.validation_fraction < 1.0, "data.validation_fraction", "in (0, 1)", self.validation_fraction)
-        if self.source == "text_file" and not self.path:
-            raise UsageError("data.path must name a text file or a folder when data=text_file, got nothing")
+        if self.source in ("text_file", "indexed") and not self.path:
+            raise UsageError(f"data.path must name what to read when data={self.source}, got nothing")
+        if (self.vocab_size is None) != (self.source in BYTE_SOURCES):
+            needed = "nothing: text is read as bytes" if self.source in BYTE_SOURCES else "a number"
+            raise UsageError(f"data.vocab_size must be {needed} when data={self.source}, got {self.vocab_size}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,9 +114,11 @@ class ParallelConfig:
     """Split the sequence over the tensor-parallel ranks (needs tensor > 1)."""
     context: int = 1
     """Context-parallel ranks: each holds and queries its share of the sequence, in Megatron's zigzag order."""
+    pipeline: int = 1
+    """Pipeline stages; `megatron.*` takes what divides layers unevenly or interleaves stages."""
 
     def __post_init__(self) -> None:
-        at_least("parallel", self, 1, "tensor", "context")
+        at_least("parallel", self, 1, "tensor", "context", "pipeline")
         if self.sequence and self.tensor == 1:
             raise UsageError("parallel.sequence=true needs parallel.tensor greater than 1, got parallel.tensor=1")
 
@@ -148,7 +158,11 @@ class PretrainConfig:
     train: TrainConfig
     parallel: ParallelConfig
     output_dir: str
-    engine: str = "embedded"
+    engine: str = "auto"
+    """`megatron`: megatron-core's training stack, on GPUs; `embedded`: a small loop; `auto`: the first where there is a
+    GPU per rank."""
+    megatron: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of the Megatron engine by Megatron's names; those that other keys set are refused here."""
     device: str = "auto"
     """`auto` uses the GPU when there is one per rank."""
 
@@ -181,6 +195,7 @@ class PretrainConfig:
             data=dataclass_section(DataConfig, section_of(values, "data"), "data"),
             train=dataclass_section(TrainConfig, section_of(values, "train"), "train"),
             parallel=dataclass_section(ParallelConfig, section_of(values, "parallel"), "parallel"),
+            megatron=dict(section_of({"megatron": values.get("megatron") or {}}, "megatron")),
             **{name: typed(values[name], str, name) for name in ("output_dir", "engine", "device") if name in values},
         )
 

@@ -8,6 +8,9 @@ from typing import Any
 
 from nemo_v4_indexer.training import files
 
+# In every record, null when not measured: no layer has an indexer, or the dense stage selects nothing.
+ALWAYS = ("lm_loss", "indexer_loss", "recall", "recall_random")
+
 
 def read(path: Path, last_step: int | None = None) -> list[dict[str, Any]]:
     """The records up to `last_step` (all when None); what follows a damaged line is dropped."""

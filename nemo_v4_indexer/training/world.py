@@ -78,6 +78,35 @@ class World:
         return outcome[1]
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """This process's place among those that the launcher started; alone without one."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    alone: bool
+
+
+def launch() -> Launch:
+    """What torchrun says about this process."""
+    if not dist.is_torchelastic_launched():
+        return Launch(0, 1, 0, 1, True)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return Launch(*(int(os.environ[name]) for name in names), False)
+
+
+def device_of(choice: str, place: Launch) -> torch.device:
+    """The device that `device=choice` means here. Raises UsageError for cuda without a GPU per rank."""
+    return _device(choice, place.local_rank, place.local_size)
+
+
+def order_kernels() -> None:
+    """Let the GPU start kernels in the order they were given: Megatron overlaps communication by it and insists."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 def _device(choice: str, local_rank: int, local_size: int) -> torch.device:
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if choice == "cuda" and available < local_size:
@@ -90,13 +119,12 @@ def joined(config: PretrainConfig) -> Iterator[World]:
     """Join the launcher's ranks, or be the only one, for the length of the block. Raises UsageError on a bad launch."""
     from megatron.core import parallel_state
 
-    launched = dist.is_torchelastic_launched()
-    local = [int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")] if launched else [0, 1]
-    device = _device(config.device, *local)
+    place = launch()
+    device = device_of(config.device, place)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     arguments = {"backend": "nccl" if device.type == "cuda" else "gloo", "timeout": datetime.timedelta(minutes=10)}
-    if not launched:  # a store in memory: no address, port or environment is needed to be alone
+    if place.alone:  # a store in memory: no address, port or environment is needed to be alone
         arguments |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(**arguments)
     threads = torch.get_num_threads()

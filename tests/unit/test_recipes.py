@@ -15,7 +15,8 @@ from nemo_v4_indexer.training.config import PretrainConfig
 
 FOLDER = Path(nemo_v4_indexer.__file__).parent / "configs"
 RECIPES = sorted(path.stem for path in FOLDER.glob("pretrain_*.yaml"))
-SHAPES = {"v4_flash": 43, "v4_pro": 61, "v32": 61, "v32_warmup": 61, "glm5": 78, "glm5_warmup": 78, "v4_4layer": 4}
+SHAPES = {"v4_flash": 43, "v4_pro": 61, "v32": 61, "v32_warmup": 61, "glm5": 78, "glm5_warmup": 78}
+SHAPES |= {"v4_4layer": 4, "v4_4layer_megatron": 4}
 KERNEL_HEADS = (8, 16, 32, 64, 128)
 
 

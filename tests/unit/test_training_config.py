@@ -20,7 +20,7 @@ def configured(*overrides):
 
 def test_defaults_are_complete():
     config = configured()
-    assert config.engine == "embedded" and config.parallel.tensor == 1
+    assert config.engine == "auto" and config.parallel.tensor == 1
     assert config.indexer.num_layers == config.model.num_layers
 
 

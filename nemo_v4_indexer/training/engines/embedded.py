@@ -23,12 +23,9 @@ from nemo_v4_indexer.training.errors import RunError, UsageError
 from nemo_v4_indexer.training.files import write_text
 from nemo_v4_indexer.training.folder import RunFolder
 from nemo_v4_indexer.training.interrupt import StopRequest
-from nemo_v4_indexer.training.metrics import MetricsFile
+from nemo_v4_indexer.training.metrics import ALWAYS, MetricsFile
 from nemo_v4_indexer.training.report import Progress, summary
 from nemo_v4_indexer.training.world import World, joined
-
-# In every record, null when not measured: no layer has an indexer, or the dense stage selects nothing.
-_ALWAYS = ("lm_loss", "indexer_loss", "recall", "recall_random")
 
 
 def run(config: PretrainConfig, resolved: Mapping[str, Any], resolved_yaml: str) -> int:
@@ -170,7 +167,7 @@ class _Run:
         speed = windows[:, 1:].numel() / (time.perf_counter() - started)
         return {
             "step": index + 1,
-            **dict.fromkeys(_ALWAYS),
+            **dict.fromkeys(ALWAYS),
             **values,
             "lr": rate,
             "grad_norm": norm,
