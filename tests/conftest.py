@@ -1,4 +1,4 @@
-"""Tests marked `gpu` are skipped, with the reason, where there is no Hopper GPU."""
+"""Skips, with the reason, tests marked `gpu` where there is no Hopper GPU, and those marked `slow` without --slow."""
 
 import functools
 
@@ -18,6 +18,12 @@ def _no_hopper():
     return None
 
 
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the tests that compile or train for minutes")
+
+
 def pytest_runtest_setup(item):
+    if item.get_closest_marker("slow") and not item.config.getoption("--slow"):
+        pytest.skip("takes minutes: runs with --slow")
     if item.get_closest_marker("gpu") and (reason := _no_hopper()):
         pytest.skip(reason)

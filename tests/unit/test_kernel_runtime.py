@@ -1,5 +1,6 @@
 """The kernels' runtime on a machine without a GPU: reasons, late import, builds, launch choices, clean machine code."""
 
+import itertools
 import os
 import re
 import signal
@@ -297,9 +298,12 @@ def compiler():
         pytest.skip(problem)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("heads", tiling.HEADS)
-@pytest.mark.parametrize("dim", tiling.DIMS)
+def slow_but(shapes, quick):
+    """The shapes as parameters, all but the quick ones marked slow."""
+    return [pytest.param(*s, marks=() if s in quick else pytest.mark.slow) for s in shapes]
+
+
+@pytest.mark.parametrize(("heads", "dim"), slow_but(itertools.product(tiling.HEADS, tiling.DIMS), [(64, 128)]))
 def test_score_kernels_compile_cleanly(compiler, tmp_path, heads, dim):
     from nemo_v4_indexer.kernels import score_fwd
 
@@ -313,9 +317,10 @@ TOPK_KERNELS += [(2048, tiling.topk_plan(2048, keys)) for keys in (16384, 131072
 STREAM_SPILLS = 128  # row constants, off the inner loops: fewer blocks of threads would cost more than they do
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("topk", "plan"), TOPK_KERNELS, ids=lambda v: v if isinstance(v, int) else f"{v.mode}{v.threads}"
+    ("topk", "plan"),
+    slow_but(TOPK_KERNELS, TOPK_KERNELS[:2]),
+    ids=lambda v: v if isinstance(v, int) else f"{v.mode}{v.threads}",
 )
 def test_topk_kernels_compile_cleanly(compiler, tmp_path, topk, plan):
     from nemo_v4_indexer.kernels import topk as program
@@ -323,6 +328,13 @@ def test_topk_kernels_compile_cleanly(compiler, tmp_path, topk, plan):
     options = {"mode": plan.mode, "threads": plan.threads, "words": plan.words, "cap": plan.cap, "blocks": plan.blocks}
     source = runtime.emit_cuda(program.topk_select(topk, **options), program.PASS_CONFIGS)
     assert_clean(machine_code_report(source, tmp_path), STREAM_SPILLS if plan.mode == "stream" else 0)
+
+
+@pytest.mark.parametrize("slots", [512, pytest.param(4096, marks=pytest.mark.slow)])
+def test_loss_kernel_compiles_cleanly(compiler, tmp_path, slots):
+    from nemo_v4_indexer.kernels import kl_rows
+
+    assert_clean(machine_code_report(runtime.emit_cuda(kl_rows.kl_rows(slots), kl_rows.PASS_CONFIGS), tmp_path))
 
 
 def test_the_machine_code_check_can_fail():
