@@ -66,7 +66,8 @@ struct bfloat16_t {
     uint32_t word;
     memcpy(&word, &value, 4);
     bool nan = (word & 0x7FFFFFFF) > 0x7F800000;
-    bits = nan ? 0x7FFF : static_cast<uint16_t>((word + 0x7FFF + ((word >> 16) & 1)) >> 16);  // to nearest, ties to even
+    uint32_t nearest = word + 0x7FFF + ((word >> 16) & 1);  // ties to even
+    bits = nan ? 0x7FFF : static_cast<uint16_t>(nearest >> 16);
   }
   operator float() const {
     uint32_t word = static_cast<uint32_t>(bits) << 16;
