@@ -167,6 +167,7 @@ def score_fwd(heads, dim):
                         hi = T.warp_reduce_max(hi)
                         tiles = T.Select(lo < hi, T.truncdiv(hi - lo + (TILE - 1), TILE), 0)
                         T.barrier_wait(q_empty[it % BUFFERS], (it // BUFFERS & 1) ^ 1)
+                        T.sync_warp()  # the elected lane must not run ahead: the others would miss a phase
                         if T.shuffle_elect(32):  # one lane writes, copies and arrives: it keeps the order
                             span[it % BUFFERS, 0] = lo
                             span[it % BUFFERS, 1] = hi
@@ -187,6 +188,7 @@ def score_fwd(heads, dim):
                             T.barrier_arrive(q_full[it % BUFFERS])
                         for n in T.serial(tiles):
                             T.barrier_wait(k_empty[(done + n) % STAGES], ((done + n) // STAGES & 1) ^ 1)
+                            T.sync_warp()
                             for p in list(range(panels)):
                                 T.tma_copy(
                                     K[lo + n * TILE : lo + n * TILE + TILE, b, p * panel : (p + 1) * panel],

@@ -42,13 +42,15 @@ def topk_select(k, mode="stream", threads=256, words=1, cap=512, blocks=4):
     """prim_func for one k.
 
     mode: "list" for rows of at most cap keys, "resident" for at most 32 * words * threads, "stream" for any.
-    threads: a power of two, 64 to 1024. words: 1, 2 or 4 words of 32 scores per thread and unit.
+    threads: a power of two, 64 * words to 1024. words: 1, 2 or 4 words of 32 scores per thread and unit.
     cap: entries of the survivor list, at least k, a multiple of threads. blocks: per multiprocessor.
 
     The program takes scores [B, R, stride] fp32 flat (16-byte aligned, stride a multiple of 4; only columns inside the
     limits are read), starts and ends [B, S] int32, and writes rows row0 to row0 + R - 1 of indices [B, S, K] int32 and
     values [B, S, K] fp32.
     """
+    if threads < 64 * words:
+        raise ValueError(f"threads must be at least 64 * words ({64 * words}), got {threads}")
     warps, unit, per_thread = threads // 32, 32 * words * threads, cap // threads
     batch = 32 * SAMPLES
     many = mode == "stream" or batch * k // 32 < unit  # one batch of samples may not be enough

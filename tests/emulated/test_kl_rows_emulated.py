@@ -3,19 +3,19 @@
 R rows, K slots.
 """
 
-import emulate
 import pytest
 import torch
 
-from nemo_v4_indexer.kernels import kl_rows
 from nemo_v4_indexer.ops import loss
 
 ROWS, SLOTS, SCALE = 7, 256, 0.37
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory):
-    return emulate.EmulatedKernel(kl_rows.kl_rows(SLOTS), kl_rows.PASS_CONFIGS, tmp_path_factory.mktemp("kl_rows"))
+def kernel(emulated):
+    from nemo_v4_indexer.kernels import kl_rows
+
+    return emulated(kl_rows.kl_rows(SLOTS), kl_rows.PASS_CONFIGS)
 
 
 def rows(topk):
@@ -34,14 +34,12 @@ def rows(topk):
     return scores, indices, mass
 
 
-@pytest.mark.parametrize("schedule", emulate.SCHEDULES, ids=lambda s: s.order)
 @pytest.mark.parametrize("topk", [1, 5, 128, 200, 256])
 def test_rows(kernel, topk, schedule):
     scores, indices, mass = rows(topk)
     gradient = torch.full((ROWS, topk), 7.0)
     kl, uniform = torch.full((ROWS,), 7.0), torch.full((ROWS,), 7.0)
-    with emulate.scheduled(schedule):
-        kernel(scores, indices, mass, torch.tensor([SCALE]), gradient, kl, uniform)
+    kernel(scores, indices, mass, torch.tensor([SCALE]), gradient, kl, uniform)
     expected = loss._row_terms(scores, indices >= 0, mass)
     torch.testing.assert_close(kl, expected[0], rtol=2e-5, atol=1e-6)
     torch.testing.assert_close(uniform, expected[1], rtol=2e-5, atol=1e-6)
