@@ -46,9 +46,7 @@ def test_limits_are_data():
     end = start + torch.randint(-50, 900, (batch, rows), device="cuda", generator=generator, dtype=torch.int32)
     end[:, ::7] = start[:, ::7]
     scores, indices = forward.forward(q, k, w, start, end, 100)
-    assert_selected(
-        scores, indices, (q, k, w), *visibility.batched_limits(start, end, batch, rows, groups), 100
-    )
+    assert_selected(scores, indices, (q, k, w), *visibility.batched_limits(start, end, batch, rows, groups), 100)
     lengths = torch.tensor([0, 3, 700, 701, 777], device="cuda")
     start, end = visibility.packed_limits(lengths, 4)
     start, end = visibility.batched_limits(start, end, batch, rows, groups)
@@ -331,6 +329,4 @@ def test_memory_of_a_long_sequence():
     extra = torch.cuda.max_memory_allocated() - before - scores.nbytes - indices.nbytes
     assert extra <= tiling.WORKSPACE_BYTES + MIB, f"{extra / MIB:.0f} MiB"
     pick = torch.tensor([0, 2, 3, 4, 65537, 131070, 131071], device="cuda")
-    assert_selected(
-        scores[:, pick], indices[:, pick], (q[pick], k, w[pick]), start[:, pick], end[:, pick], topk
-    )
+    assert_selected(scores[:, pick], indices[:, pick], (q[pick], k, w[pick]), start[:, pick], end[:, pick], topk)
