@@ -211,15 +211,16 @@ def test_eight_processes_build_a_kernel_once(tmp_path):
 
 
 def test_prebuild_refuses_and_counts(monkeypatch, capsys):
-    from nemo_v4_indexer.kernels import backward, forward, prebuild
+    from nemo_v4_indexer.kernels import backward, forward, loss, prebuild
 
     with pytest.raises(SystemExit):
         prebuild.main(["--heads", "12"])
     assert "got 12" in capsys.readouterr().err
     monkeypatch.setattr(forward, "prebuild", lambda *problem: 4)
     monkeypatch.setattr(backward, "prebuild", lambda *problem: 3)
+    monkeypatch.setattr(loss, "prebuild", lambda topk: 1)
     assert prebuild.main(["--topk", "512", "--topk", "64"]) == 0
-    assert "14 kernels ready" in capsys.readouterr().out
+    assert "16 kernels ready" in capsys.readouterr().out
 
 
 def plan_bytes(plan):
