@@ -49,7 +49,10 @@ def test_memory_is_bounded_at_128k():
 
 
 def test_command(capsys):
-    assert plan.main(["indexer.topk=128", "parallel.tensor=4", "indexer.balance_rows=false"]) == 0
+    assert (
+        plan.main(["indexer.topk=128", "data.sequence_length=512", "parallel.tensor=4", "indexer.balance_rows=false"])
+        == 0
+    )
     said = capsys.readouterr().out
     assert "topk 128 selects all 128 compressed keys" in said
     assert "the busiest rank scores 1.75 times the mean" in said
