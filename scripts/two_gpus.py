@@ -1,8 +1,9 @@
 """The proof on two GPUs: divided runs equal one GPU, Megatron's engine trains, checkpoints change their division.
 
-    python scripts/two_gpus.py [--out results.json] [--only layers,time,train]
+    python scripts/two_gpus.py [--out results.json] [--only layers,time,train] [--one-gpu]
 
-Prints a table and JSON; exits with 1 when a check fails. Takes about three minutes on two H200s.
+Prints a table and JSON; exits with 1 when a check fails. With --one-gpu both processes share a GPU: everything is
+checked but the times, which mean nothing there. That needs NCCL 2.30 or newer, which may be preloaded.
 
 S tokens, B batch, H index heads, D index dim.
 """
@@ -16,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+FIRST_GPU = "--on-first-gpu"
 STEPS, SAVED, RESUMED = 50, 40, 44
 SEQUENCE, TIMED_SEQUENCE = 8192, 32768
 COMPARED_SEQUENCE, VOCABULARY, HIDDEN = 4096, 1024, 1024
@@ -201,9 +203,14 @@ def worker(parts, out):
     dist.destroy_process_group()
 
 
-def torchrun(processes, *arguments):
+def torchrun(processes, one_gpu, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    done = subprocess.run([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = dict(os.environ)
+    if one_gpu:
+        command += [__file__, FIRST_GPU]
+        environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run([*command, *arguments], env=environment, **output)
     if done.returncode:
         print(done.stdout[-6000:], file=sys.stderr)
         raise SystemExit(f"failed: torchrun {' '.join(arguments[:3])} ...")
@@ -214,15 +221,15 @@ def records(folder):
     return {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
 
 
-def train_and_resume(folder):
+def train_and_resume(folder, one_gpu):
     """Losses of TP2 + SP on Megatron's engine, and of one GPU that goes on from its checkpoint."""
     run = ("-m", "nemo_v4_indexer.pretrain", *COMMAND)
-    torchrun(2, *run, f"output_dir={folder / 'tp2'}")
+    torchrun(2, one_gpu, *run, f"output_dir={folder / 'tp2'}")
     both = records(folder / "tp2")
     shutil.rmtree(folder / "tp2" / "checkpoints" / f"iter_{STEPS:07d}")
     (folder / "tp2" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
     one = ("parallel.tensor=1", "parallel.sequence=false", "train.resume=true", f"megatron.exit_interval={RESUMED}")
-    torchrun(1, *run, *one, f"output_dir={folder / 'tp2'}")
+    torchrun(1, one_gpu, *run, *one, f"output_dir={folder / 'tp2'}")
     resumed = records(folder / "tp2")
     speeds = sorted(both[step]["tokens_per_s"] for step in range(11, STEPS + 1))
     names = ("lm_loss", "indexer_loss", "kl_uniform", "recall", "recall_random", "grad_norm")
@@ -263,9 +270,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("two_gpus.json"))
     parser.add_argument("--only", default="layers,time,train", help="parts to run (%(default)s)")
+    parser.add_argument("--one-gpu", action="store_true", help="both processes on the first GPU; nothing is timed")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
+    if arguments.one_gpu:
+        parts = [part for part in parts if part != "time"]
     if arguments.worker:
         return worker(parts, arguments.worker)
     # Memory, where there is some: a checkpoint is 10 GB.
@@ -275,10 +285,10 @@ def main():
     try:
         if {"layers", "time"} & set(parts):
             part = folder / "facts.json"
-            torchrun(2, __file__, "--only", arguments.only, "--worker", str(part))
+            torchrun(2, arguments.one_gpu, __file__, "--only", ",".join(parts), "--worker", str(part))
             facts |= json.loads(part.read_text())
         if "train" in parts:
-            facts["train"] = train_and_resume(folder)
+            facts["train"] = train_and_resume(folder, arguments.one_gpu)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         rows = checks(facts)
@@ -290,4 +300,7 @@ def main():
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == [FIRST_GPU]:  # a rank that torchrun meant for a GPU of its own
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
     sys.exit(main())
