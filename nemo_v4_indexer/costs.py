@@ -79,17 +79,18 @@ class LayerCost:
     layer: int
     """Operations of the whole layer, indexer included."""
     gathered: int
-    """Bytes this rank receives for the indexer."""
+    """Bytes the busiest rank receives for the indexer, forward and backward."""
     memory: IndexerMemory | None
 
 
-def layer_cost(layer, attention, model, *, sequence, batch, tensor=1, context=1, share=None):
+def layer_cost(layer, attention, model, *, sequence, batch, tensor=1, context=1, share=None, held=None):
     """Cost of one layer.
 
     Args:
         layer: `LayerConfig`. attention: `AttentionConfig`. model: has hidden_size and ffn_hidden_size.
         sequence: S, tokens. batch: B of a micro-batch. tensor, context: ranks a sequence is divided over.
         share: `Layout` of scored rows over all these ranks; default consecutive rows.
+        held: `Layout` of the rows whose keys each rank makes; default `share`.
     """
     ranks = tensor * context
     tokens = batch * sequence
@@ -98,8 +99,9 @@ def layer_cost(layer, attention, model, *, sequence, batch, tensor=1, context=1,
         return LayerCost(scored_pairs=0, imbalance=1.0, indexer=0, layer=main, gathered=0, memory=None)
     divided = sequence % ranks == 0
     share = share or visibility.contiguous(sequence, ranks if divided else 1, 0)
+    held = held or share
     work = visibility.causal_work(share, layer.compress_ratio)
-    hd, groups = layer.n_heads * layer.head_dim, visibility.num_groups(sequence, layer.compress_ratio)
+    hd = layer.n_heads * layer.head_dim
     key_width = layer.head_dim * (1 if layer.compress_ratio == 1 else 4 if layer.overlap else 2)
     # Inputs are detached: backward of a projection is its weight's gradient alone.
     weights = attention.q_lora_rank * hd + model.hidden_size * (key_width + layer.n_heads)
@@ -108,14 +110,15 @@ def layer_cost(layer, attention, model, *, sequence, batch, tensor=1, context=1,
     backward = 6 * hd * selected // (ranks if divided else 1)
     teacher = 2 * attention.n_heads * attention.head_dim * selected // ranks if layer.loss.enabled else 0
     indexer = projections + 2 * hd * batch * max(work) + backward + teacher
-    keys = 2 * batch * groups * layer.head_dim * (ranks - 1) // ranks if divided else 0
     indices = 4 * tokens // context * layer.topk * (tensor - 1) // tensor if divided else 0
     return LayerCost(
         scored_pairs=batch * max(work),
         imbalance=max(work) * len(work) / max(1, sum(work)),
         indexer=indexer,
         layer=main + indexer,
-        gathered=keys + indices,
+        gathered=2 * batch * _key_bytes(layer, held, key_width)
+        + indices
+        + batch * _row_bytes(layer, attention, held, share),
         memory=indexer_memory(
             sequence,
             layer.compress_ratio,
@@ -127,6 +130,30 @@ def layer_cost(layer, attention, model, *, sequence, batch, tensor=1, context=1,
             rows=sequence // len(work),
         ),
     )
+
+
+def _key_bytes(layer, held, key_width):
+    """Bytes of other ranks' keys, and of the projected rows at their borders (fp32), of one sequence."""
+    ratio = layer.compress_ratio
+    need = 0 if ratio == 1 else (2 if layer.overlap else 1) * ratio - 1  # rows before a run that its first group reads
+    keys = [
+        sum(visibility.num_groups(b, ratio) - visibility.num_groups(a, ratio) for a, b in runs) for runs in held.runs
+    ]
+    borders = [sum(min(need, b - a) for a, b in runs) for runs in held.runs]
+    # Gathers move as much for every rank as for the one with most.
+    return (held.size - 1) * (2 * layer.head_dim * max(keys) + 4 * key_width * max(borders))
+
+
+def _row_bytes(layer, attention, held, share):
+    """Bytes of latent queries (bf16), head weights and their gradients (fp32) of rows scored away from where they are.
+
+    Of one sequence; the rank that receives most.
+    """
+    if held.runs == share.runs:
+        return 0
+    kept = [sum(b - a for a, b in visibility.overlaps(*runs)) for runs in zip(held.runs, share.runs, strict=True)]
+    rows = [sum(b - a for a, b in runs) for runs in share.runs]
+    return max(n - k for n, k in zip(rows, kept, strict=True)) * (2 * attention.q_lora_rank + 8 * layer.n_heads)
 
 
 def _main_operations(layer, attention, model, sequence):

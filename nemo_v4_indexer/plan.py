@@ -11,10 +11,10 @@ from nemo_v4_indexer import costs, visibility
 MIB = costs.MIB
 
 
-def share_of_rows(config, layer):
-    """Rows that every tensor and context parallel rank scores: `Layout`, or None where they do not divide evenly.
+def share_of_rows(config, balanced):
+    """Rows of every tensor and context parallel rank: `Layout`, or None where they do not divide evenly.
 
-    The division that `V4Indexer` chooses at run time, but for the cost model's choice: balanced when asked for by name.
+    balanced: even in work where that is possible, else consecutive.
     """
     tensor, context, sequence = config.parallel.tensor, config.parallel.context, config.data.sequence_length
     chunks = 2 * context if context > 1 else 1
@@ -22,7 +22,7 @@ def share_of_rows(config, layer):
         return None
     rows = sequence // context
     queries = visibility.zigzag(sequence, context, 0)
-    balanced = layer.balance_rows and rows % (2 * tensor) == 0
+    balanced = balanced and rows % (2 * tensor) == 0
     return queries.compose((visibility.zigzag if balanced else visibility.contiguous)(rows, tensor, 0), 0)
 
 
@@ -36,7 +36,7 @@ def warnings_for(config, plan, found):
             warnings.append(
                 f"model.attention.{name} {value} does not divide over parallel.tensor {tensor}: this will not run"
             )
-    if any(layer.has_indexer and share_of_rows(config, layer) is None for layer in plan):
+    if any(layer.has_indexer and share_of_rows(config, False) is None for layer in plan):
         warnings.append(f"{sequence} rows do not divide over the ranks: every rank scores the same rows")
     worst = max((cost.imbalance for cost in found), default=1.0)
     if worst > 1.2:
@@ -62,7 +62,9 @@ def report(config):
             batch=batch,
             tensor=parallel.tensor,
             context=parallel.context,
-            share=share_of_rows(config, layer),
+            # As `V4Indexer` divides them, but for its cost model's choice: balanced when asked for by name.
+            share=share_of_rows(config, layer.balance_rows),
+            held=share_of_rows(config, layer.balance_rows and not parallel.sequence),
         )
         for layer in plan
     ]

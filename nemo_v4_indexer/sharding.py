@@ -120,18 +120,12 @@ def gather_in_order(x, layout, group, counts=None):
     return torch.cat([gathered[first:last] for first, last in places])
 
 
-def _overlaps(held, wanted):
-    """Position spans that the rows of one rank share with those another wants, by position: list of (first, last)."""
-    spans = [(max(a, c), min(b, d)) for a, b in held for c, d in wanted]
-    return sorted(span for span in spans if span[0] < span[1])
-
-
 def redistribute(x, held, wanted, group):
     """Rows [L, ...] of layout `held` as those of layout `wanted`, [P, ...]. Gradient: the way back."""
     if held.runs == wanted.runs:
         return x
-    sent = [_overlaps(held.own, runs) for runs in wanted.runs]
-    received = [_overlaps(runs, wanted.own) for runs in held.runs]
+    sent = [visibility.overlaps(held.own, runs) for runs in wanted.runs]
+    received = [visibility.overlaps(runs, wanted.own) for runs in held.runs]
     counts = [[sum(b - a for a, b in spans) for spans in side] for side in (sent, received)]
     places = [(held.place(a), b - a) for spans in sent for a, b in spans]
     moved = parallel.exchange_rows(torch.cat([x[place : place + n] for place, n in places]), *counts, group)

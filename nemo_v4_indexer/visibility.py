@@ -165,6 +165,12 @@ def _cut(runs, numbers):
     return tuple(found)
 
 
+def overlaps(held, wanted):
+    """Spans that the runs of one rank share with those another wants, in sequence order: list of (first, last + 1)."""
+    spans = [(max(a, c), min(b, d)) for a, b in held for c, d in wanted]
+    return sorted(span for span in spans if span[0] < span[1])
+
+
 def contiguous(rows, size, rank):
     """Layout of rows divided in rank order; `rows` must divide by size."""
     share = rows // size

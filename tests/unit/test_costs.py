@@ -32,7 +32,8 @@ def test_ranks_divide_the_scores():
     assert whole.scored_pairs == 2 * costs.visible_pairs(4096, 4) and whole.imbalance == 1 and whole.gathered == 0
     assert 1.7 < split.imbalance < 1.8 and balanced.imbalance < 1.01
     assert balanced.scored_pairs < 0.26 * whole.scored_pairs
-    assert split.gathered == 2 * 2 * 1024 * 16 * 3 // 4 + 4 * 2 * 4096 * 3 * 3 // 4
+    keys, borders, indices = 2 * 2 * 1024 * 16 * 3 // 4, 4 * 2 * 3 * 7 * 4 * 16, 4 * 2 * 4096 * 3 * 3 // 4
+    assert split.gathered == 2 * keys + 2 * borders + indices  # keys and borders have gradients
     assert balanced.indexer < split.indexer < whole.indexer < whole.layer
 
 
