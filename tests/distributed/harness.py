@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 
-def _rank(rank, size, context_parallel, folder, function, arguments):
+def _rank(rank, size, context_parallel, data_parallel, folder, function, arguments):
     torch.set_num_threads(1)
     folder = Path(folder)
     try:
@@ -24,7 +24,8 @@ def _rank(rank, size, context_parallel, folder, function, arguments):
         wait = datetime.timedelta(seconds=60)  # a collective that one rank misses fails instead of hanging
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=size // context_parallel, context_parallel_size=context_parallel
+            tensor_model_parallel_size=size // context_parallel // data_parallel,
+            context_parallel_size=context_parallel,
         )
         with megatron_on(torch.device("cpu")):
             torch.save(function(*arguments), folder / f"{rank}.pt")
@@ -38,10 +39,10 @@ class Ranks:
     """`function(*arguments)` under way on `size` ranks that divide one model; both must be picklable.
 
     folder: an empty one, for the ranks' rendezvous and results.
-    context_parallel: ranks among them that divide the sequence; the rest are tensor parallel.
+    context_parallel, data_parallel: ranks among them that divide the sequence, the batch; the rest are tensor parallel.
     """
 
-    def __init__(self, size, folder, function, *arguments, context_parallel=1):
+    def __init__(self, size, folder, function, *arguments, context_parallel=1, data_parallel=1):
         self.size, self.folder = size, Path(folder)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = multiprocessing.get_context("forkserver")
@@ -49,7 +50,9 @@ class Ranks:
         context.set_forkserver_preload(["nemo_v4_indexer.integrations.megatron"])
         self.processes = [
             context.Process(
-                target=_rank, args=(rank, size, context_parallel, str(folder), function, arguments), daemon=True
+                target=_rank,
+                args=(rank, size, context_parallel, data_parallel, str(folder), function, arguments),
+                daemon=True,
             )
             for rank in range(size)
         ]
