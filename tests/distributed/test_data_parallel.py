@@ -1,4 +1,4 @@
-"""Two ranks with half of the batch each, under Megatron's DistributedDataParallel, against one process with all of it."""
+"""Two ranks with half of the batch each, under Megatron's DistributedDataParallel, against one process with it all."""
 
 import dataclasses
 
