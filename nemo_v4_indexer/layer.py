@@ -21,6 +21,7 @@ from nemo_v4_indexer.modules import Float32Linear, Float32Module, ReplicatedLine
 from nemo_v4_indexer.ops.dispatch import resolve_backend
 from nemo_v4_indexer.ops.indexer import Options, V4IndexerFunction
 from nemo_v4_indexer.ops.loss import indexer_dense_kl_loss, indexer_kl_loss
+from nemo_v4_indexer.ops.rotation import rotate_queries
 
 _collecting = contextvars.ContextVar("collecting", default=False)
 
@@ -189,9 +190,8 @@ class V4Indexer(MegatronModule):
     def _queries(self, qr, positions):
         layer = self.layer
         q = self.wq_b(qr).view(*qr.shape[:2], layer.n_heads, layer.head_dim)
-        turn = rotary.rotate_half_split if layer.compress_ratio == 1 else rotary.rotate_interleaved
-        q = turn(q, rotary.rotary_table(positions, layer.rope))
-        return rotary.hadamard_rotation(q) if layer.rotate else q
+        table, how = rotary.rotary_table(positions, layer.rope), dict(backend=layer.backend, topk=layer.topk)
+        return rotate_queries(q, table, half_split=layer.compress_ratio == 1, hadamard=layer.rotate, **how)
 
     def _keys(self, x, layout, group, documents):
         make = self.keys if self.layer.compress_ratio == 1 else self.compressor

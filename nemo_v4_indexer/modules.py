@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 
+from nemo_v4_indexer.ops.split_linear import split_linear
+
 
 def mark_replicated(module, sequence_parallel, average):
     """Tell Megatron's finalize step how to sync the module's gradients over the tensor parallel group.
@@ -62,7 +64,9 @@ class ReplicatedLinear(MegatronModule):
 
 
 class Float32Linear(Float32Module, ReplicatedLinear):
-    """`ReplicatedLinear` whose weight stays, and whose product is, fp32 whatever x is."""
+    """`ReplicatedLinear` whose weight stays, and whose product is, fp32 whatever x is; bf16 on a GPU: `split_linear`."""
 
     def forward(self, x):
+        if x.is_cuda and x.dtype == torch.bfloat16 and self.weight.dtype == torch.float32:
+            return split_linear(x, self.weight)
         return F.linear(x.to(self.weight.dtype), self.weight)

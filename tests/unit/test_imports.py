@@ -32,9 +32,9 @@ ALLOWED = {
     "kernels.tiling": set(),
     "kernels.runtime": {"kernels.tiling"},
     "kernels": {"kernels.tiling", "kernels.runtime"},
-    "ops": {"checks", "reference", "visibility", "kernels", "kernels.runtime"},
+    "ops": {"checks", "reference", "rotary", "visibility", "kernels", "kernels.runtime"},
     "diagnostics": {"reference", "visibility"},
-    "modules": {"parallel"},
+    "modules": {"ops", "parallel"},
     "sharding": {"parallel", "visibility"},
     "compressor": {"config", "modules", "rotary", "sharding", "visibility"},
     "weights": {"config", "weights_files"},
@@ -76,8 +76,9 @@ OUTSIDE = {
 }
 """Units that may use an outside package; `import_module` stands for imports that parsing cannot follow."""
 
-ENVIRONMENT = {"kernels.runtime", "training.world"}
-"""Modules that may read environment variables: the kernels' settings, and the launcher's local rank."""
+ENVIRONMENT = {"kernels.runtime", "training.world", "integrations.megatron_cli"}
+"""Modules that may read environment variables: the kernels' settings, the launcher's local rank, and the file that
+Megatron's command line cannot name."""
 
 
 def unit_of(module):

@@ -211,7 +211,7 @@ def test_eight_processes_build_a_kernel_once(tmp_path):
 
 
 def test_prebuild_refuses_and_counts(monkeypatch, capsys):
-    from nemo_v4_indexer.kernels import backward, forward, loss, prebuild
+    from nemo_v4_indexer.kernels import backward, forward, loss, prebuild, rotation
 
     with pytest.raises(SystemExit):
         prebuild.main(["--heads", "12"])
@@ -219,8 +219,9 @@ def test_prebuild_refuses_and_counts(monkeypatch, capsys):
     monkeypatch.setattr(forward, "prebuild", lambda *problem: 4)
     monkeypatch.setattr(backward, "prebuild", lambda *problem: 3)
     monkeypatch.setattr(loss, "prebuild", lambda topk: 1)
+    monkeypatch.setattr(rotation, "prebuild", lambda dim, rotary: 2)
     assert prebuild.main(["--topk", "512", "--topk", "64"]) == 0
-    assert "16 kernels ready" in capsys.readouterr().out
+    assert "18 kernels ready" in capsys.readouterr().out
 
 
 def plan_bytes(plan):
