@@ -9,6 +9,8 @@ S tokens, B batch, H index heads, D index dim.
 """
 
 import argparse
+import datetime
+import importlib.metadata
 import json
 import os
 import shutil
@@ -159,12 +161,41 @@ def time_indexer(ranks):
     def train():
         selection = layer(x, qr)
         mass = torch.rand_like(selection.scores)
-        loss, _ = indexer_kl_loss(selection.scores, selection.own_indices, mass, rows=TIMED_SEQUENCE)
+        how = dict(rows=TIMED_SEQUENCE, backend="tilelang")
+        loss, _ = indexer_kl_loss(selection.scores, selection.own_indices, mass, **how)
         loss.backward()
 
     times = {"selection": median_ms(select), "training": median_ms(train)}
     parallel_state.destroy_model_parallel()
     return times
+
+
+def time_exchange():
+    """Milliseconds in which the ranks exchange halves of bf16 rows, by bytes that each one sends."""
+    import torch
+    import torch.distributed as dist
+
+    from nemo_v4_indexer.parallel import exchange_rows
+
+    times = {}
+    for rows in (2**10, 2**17):
+        x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
+        halves = [rows // 2] * 2
+        times[x.nbytes // 2] = median_ms(lambda x=x, halves=halves: exchange_rows(x, halves, halves, dist.group.WORLD))
+    return times
+
+
+def machine():
+    """What the numbers were measured on and with."""
+    import torch
+
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "tilelang", "megatron-core")}
+    return {
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "versions": versions | {"nccl": ".".join(map(str, torch.cuda.nccl.version()))},
+        "command": " ".join(["python", "scripts/two_gpus.py", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+    }
 
 
 def median_ms(action, repeats=9):
@@ -198,6 +229,7 @@ def worker(parts, out):
         facts["layers"] = compare_layers()
     if "time" in parts:
         facts["time"] = {f"TP{ranks}": time_indexer(ranks) for ranks in (1, 2)}
+        facts["exchange"] = time_exchange()
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(facts))
     dist.destroy_process_group()
@@ -281,7 +313,7 @@ def main():
     # Memory, where there is some: a checkpoint is 10 GB.
     folder = Path("/dev/shm" if os.path.isdir("/dev/shm") else ".") / f"two_gpus_{os.getpid()}"
     folder.mkdir()
-    facts = {}
+    facts = {"machine": machine()}
     try:
         if {"layers", "time"} & set(parts):
             part = folder / "facts.json"
