@@ -64,7 +64,7 @@ class ReplicatedLinear(MegatronModule):
 
 
 class Float32Linear(Float32Module, ReplicatedLinear):
-    """`ReplicatedLinear` whose weight stays, and whose product is, fp32 whatever x is; bf16 on a GPU: `split_linear`."""
+    """`ReplicatedLinear` whose weight and product are fp32 whatever x is; of bf16 x on a GPU by `split_linear`."""
 
     def forward(self, x):
         if x.is_cuda and x.dtype == torch.bfloat16 and self.weight.dtype == torch.float32:
