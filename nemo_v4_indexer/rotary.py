@@ -10,8 +10,8 @@ import torch
 
 
 @functools.lru_cache(maxsize=64)
-def _inverse_frequencies(dim, theta, factor, original_max_position, beta_fast, beta_slow):
-    """[dim / 2] fp64 on the CPU: angle per position of every rotary pair.
+def _inverse_frequencies(dim, theta, factor, original_max_position, beta_fast, beta_slow, device):
+    """[dim / 2] fp64: angle per position of every rotary pair.
 
     YaRN (arXiv:2309.00071, section 3.2) with factor > 1: pairs that turn fewer than beta_slow times within
     original_max_position are slowed by factor, those above beta_fast stay, a linear ramp between. No attention scaling.
@@ -19,7 +19,7 @@ def _inverse_frequencies(dim, theta, factor, original_max_position, beta_fast, b
     pair = torch.arange(0, dim, 2, dtype=torch.float64)
     frequency = theta ** (-pair / dim)
     if factor == 1:
-        return frequency
+        return frequency.to(device)
 
     def pair_turning(turns):
         return dim * math.log(original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -27,15 +27,13 @@ def _inverse_frequencies(dim, theta, factor, original_max_position, beta_fast, b
     low = max(math.floor(pair_turning(beta_fast)), 0)
     high = min(math.ceil(pair_turning(beta_slow)), dim - 1)
     ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return frequency * (1 - ramp) + frequency / factor * ramp
+    return (frequency * (1 - ramp) + frequency / factor * ramp).to(device)
 
 
 def rotary_table(positions, rope, inverse=False):
     """cos and sin [S, R / 2] fp32 at integer positions [S]; `rope` has the fields of `config.RopeConfig`."""
-    frequency = _inverse_frequencies(
-        rope.dim, rope.theta, rope.factor, rope.original_max_position, rope.beta_fast, rope.beta_slow
-    )
-    angle = positions.double()[:, None] * frequency.to(positions.device)
+    shape = rope.dim, rope.theta, rope.factor, rope.original_max_position, rope.beta_fast, rope.beta_slow
+    angle = positions.double()[:, None] * _inverse_frequencies(*shape, positions.device)
     sin = angle.sin()
     return angle.cos().float(), (-sin if inverse else sin).float()
 
