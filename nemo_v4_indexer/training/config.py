@@ -173,6 +173,9 @@ class PretrainConfig:
         length, tensor = self.data.sequence_length, self.parallel.tensor
         if self.parallel.sequence and length % tensor:
             raise UsageError(f"data.sequence_length={length} must be a multiple of parallel.tensor={tensor}")
+        for name in ("num_layers", "num_mtp_layers"):
+            layers, indexed = getattr(self.model, name), getattr(self.indexer, name)
+            require(indexed == layers, f"indexer.{name}", f"model.{name} ({layers})", indexed)
         if self.train.freeze_main:
             check_freezing("train.freeze_main", self.indexer)
 

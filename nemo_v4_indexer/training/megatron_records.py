@@ -21,10 +21,13 @@ class StepRecords:
     """Follows a run's optimizer steps and validations. Every rank takes part; the one with a file writes.
 
     model: the list that the run's model chunks are put in. metrics: on the last rank, where the loss is; else None.
+    between_steps: called before every step, when no checkpoint of an earlier one is being written.
     """
 
-    def __init__(self, model: list[torch.nn.Module], metrics: MetricsFile | None) -> None:
-        self._model, self._metrics = model, metrics
+    def __init__(
+        self, model: list[torch.nn.Module], metrics: MetricsFile | None, between_steps: Callable[[], None] | None = None
+    ) -> None:
+        self._model, self._metrics, self._between_steps = model, metrics, between_steps
         self._pending: dict[str, Any] | None = None
         self._since = time.perf_counter()
         self._rate: float | None = None
@@ -44,6 +47,8 @@ class StepRecords:
 
     def _stepping(self, step: Callable) -> Callable:
         def stepped(forward, data, model, optimizer, *rest, **named):
+            if self._between_steps:
+                self._between_steps()
             # Megatron logs the rate of the step to come.
             self._rate = training.get_canonical_lr_for_logging(optimizer.param_groups)
             return step(forward, data, model, optimizer, *rest, **named)

@@ -47,6 +47,7 @@ _COMPUTED = {
     "micro_batch_size": "train.micro_batch_size",
     "eval_interval": "train.eval_interval",
     "save_interval": "train.checkpoint_interval",
+    "save_retain_interval": "train.keep",
     "log_interval": "train.log_interval",
     "mtp_num_layers": "model.num_mtp_layers",
     "vocab_size": "data.vocab_size",
@@ -86,6 +87,20 @@ DEFAULTS = {
     "enable_one_logger": False,
     "bias_dropout_fusion": False,
 }
+# Beginnings of the options that a run may change when it goes on: how it is divided, what is computed again or
+# overlapped, what is written down and when it stops, but not the numbers of its steps beyond rounding.
+FREE = (
+    "account_for_", "adlr_", "app_tag_", "async_", "barrier_", "check_for_", "check_weight_hash", "ckpt_assume_",
+    "ckpt_fully_", "cp_comm_", "cpu_offloading", "data_cache_path", "dataloader_defer_", "dataloader_fast_", "ddp_",
+    "decoder_first_", "decoder_last_", "dist_ckpt_", "distrib_", "distribute_saved_", "distributed_",
+    "empty_unused_", "enable_ft_", "enable_one_", "eval_", "exit_", "flight_recorder_", "ft_", "high_priority_",
+    "inprocess_", "log_", "logging_", "manual_gc", "memory_", "microbatch_group_", "mmap_", "nccl_",
+    "non_persistent_", "num_dataset_builder_", "num_distributed_", "num_layers_per_virtual_", "num_virtual_",
+    "num_workers", "nvtx_", "one_logger_", "overlap_", "perform_init", "pipeline_model_parallel_", "profile",
+    "recompute_", "record_", "rerun_", "sharp_", "straggler_", "tensorboard_", "timing_", "tp_comm_", "train_sync_",
+    "use_cpu_init", "use_gloo_", "use_persistent_", "use_pytorch_profiler", "use_ring_", "use_sharp",
+    "use_tp_pp_dp_", "verify_", "wandb_",
+)  # fmt: skip
 _VOCABULARY_MULTIPLE = 128
 
 

@@ -65,17 +65,22 @@ class World:
 
     def from_main(self, action: Callable[[], Any]) -> Any:
         """Run `action` on rank 0; give its result to all ranks, or raise its UsageError on all of them."""
-        outcome: list[Any] = [None, None]
-        if self.is_main:
-            try:
-                outcome[1] = action()
-            except UsageError as error:
-                outcome[0] = str(error)
-        if self.size > 1:
-            dist.broadcast_object_list(outcome, src=0)
-        if outcome[0] is not None:
-            raise UsageError(outcome[0])
-        return outcome[1]
+        return from_rank_0(action)
+
+
+def from_rank_0(action: Callable[[], Any]) -> Any:
+    """Among joined ranks: run `action` on rank 0; give its result to all, or raise its UsageError on all of them."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[1] = action()
+        except UsageError as error:
+            outcome[0] = str(error)
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise UsageError(outcome[0])
+    return outcome[1]
 
 
 @dataclass(frozen=True, slots=True)

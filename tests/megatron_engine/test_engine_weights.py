@@ -66,15 +66,3 @@ def test_other_missing_weights_are_refused(build, tmp_path):
 def test_a_folder_without_checkpoints_is_refused(build, tmp_path):
     with pytest.raises(UsageError, match=r"train.init_from=.* is neither a Megatron checkpoint nor a folder"):
         megatron_checkpoint.load_weights(tmp_path, build(1))
-
-
-def test_a_fresh_run_deletes_checkpoints_only_with_leave(tmp_path):
-    path = tmp_path / "checkpoints" / "iter_0000007"
-    path.mkdir(parents=True)
-    (path.parent / "latest_checkpointed_iteration.txt").write_text("7")
-    with pytest.raises(UsageError, match=r"already holds checkpoints .newest: iter_0000007"):
-        megatron_checkpoint.prepare(path.parent, resume=False, overwrite=False)
-    megatron_checkpoint.prepare(path.parent, resume=True, overwrite=False)
-    assert megatron_checkpoint.newest(path.parent) == path and megatron_checkpoint.step_of(path) == 7
-    megatron_checkpoint.prepare(path.parent, resume=False, overwrite=True)
-    assert not path.exists() and megatron_checkpoint.newest(path.parent) is None

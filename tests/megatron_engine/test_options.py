@@ -54,6 +54,7 @@ def test_the_map_reaches_megatron_and_beats_the_defaults(tmp_path):
         ({"hidden_size": 64}, "megatron.hidden_size is set by model.hidden_size"),
         ({"kv_channels": 64}, "megatron.kv_channels is set by model.attention.head_dim"),
         ({"save": "elsewhere"}, "megatron.save is set by output_dir"),
+        ({"save_retain_interval": 100}, "megatron.save_retain_interval is set by train.keep"),
         ({"tensor_model_parallel_size": 2}, "megatron.tensor_model_parallel_size is set by parallel.tensor"),
         ({"normalization": "LayerNorm"}, "megatron.normalization is RMSNorm for this model"),
         ({"recompute_granularit": "full"}, "no option recompute_granularit .*did you mean megatron.recompute_granul"),
@@ -90,6 +91,11 @@ def test_vocabulary_does_not_depend_on_the_division():
         ({"data__vocab_size": None}, "data.vocab_size must be a number when data=mock"),
         ({"data__source": "stdlib"}, "data.vocab_size must be nothing"),
         ({"data__source": "indexed"}, "data.path must name what to read when data=indexed"),
+        (
+            {"indexer__num_mtp_layers": 1, "indexer__compress_ratio": 4},
+            "indexer.num_mtp_layers must be model.num_mtp_l",
+        ),
+        ({"model__num_layers": 5}, r"indexer.num_layers must be model.num_layers .5., got 4"),
         ({"parallel__pipeline": 0}, "parallel.pipeline must be at least 1"),
     ],
 )

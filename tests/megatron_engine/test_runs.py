@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -33,14 +35,27 @@ def text(tmp_path_factory):
     return path
 
 
-def train(text, folder, *overrides, processes=1, embedded=False):
-    """Records of a run, by step."""
-    start = ["-m", "nemo_v4_indexer.pretrain", "device=cpu"] if embedded else [str(RIG), *MEGATRON]
+def start(text, folder, *overrides, processes=1, embedded=False):
+    """A run's process after its end."""
+    program = ["-m", "nemo_v4_indexer.pretrain", "device=cpu"] if embedded else [str(RIG), *MEGATRON]
     if processes > 1:
-        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *start]
-    command = [sys.executable, *start, *TOY, "data=text_file", f"data.path={text}", f"output_dir={folder}", *overrides]
+        program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *program]
+    command = [
+        sys.executable,
+        *program,
+        *TOY,
+        "data=text_file",
+        f"data.path={text}",
+        f"output_dir={folder}",
+        *overrides,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+
+
+def train(text, folder, *overrides, **how):
+    """Records of a run, by step."""
+    done = start(text, folder, *overrides, **how)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
@@ -53,6 +68,15 @@ def continued(source, folder):
     shutil.rmtree(folder / "checkpoints" / "iter_0000008")
     (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
     return folder
+
+
+def weights(path):
+    """A checkpoint's tensors without the optimizer's."""
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    named = {name: entry for name, entry in saved.items() if hasattr(entry, "size") and "optimizer" not in name}
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in named.items()}
+    dcp.load(tensors, checkpoint_id=path, no_dist=True)
+    return tensors
 
 
 def assert_same(ours, theirs, tolerance=1e-4, steps=range(1, 9)):
@@ -119,3 +143,30 @@ def test_bf16_with_fp32_weights_goes_on_exactly_and_under_full_recompute(text, t
     full = [f"megatron.recompute_{name}" for name in ("granularity=full", "method=uniform", "num_layers=1")]
     resumed = train(text, continued(tmp_path / "whole", tmp_path / "resumed"), *bf16, *full, "train.resume=true")
     assert_same(resumed, whole, tolerance=1e-6, steps=range(5, 9))
+
+
+def test_old_checkpoints_go_and_other_settings_are_refused(whole, text, tmp_path):
+    folder = continued(whole[0], tmp_path / "kept")
+    more = ("train.resume=true", "train.checkpoint_interval=1", "megatron.recompute_granularity=selective")
+    assert_same(train(text, folder, *more, "train.micro_batch_size=2"), whole[1], steps=range(5, 9))
+    saved = [path.name for path in (folder / "checkpoints").iterdir() if path.is_dir()]
+    assert sorted(saved) == ["iter_0000007", "iter_0000008"]
+    before = (folder / "metrics.jsonl").read_bytes()
+    done = start(text, folder, "train.resume=true", "train.lr=0.01", "megatron.bf16=true", processes=2)
+    said = "trained with other settings: megatron.bf16 (False before, True now); train.lr (0.003 before, 0.01 now)"
+    assert done.returncode and said in done.stderr
+    text = shutil.copy(text, tmp_path / "other.txt")
+    with open(text, "a") as stream:
+        stream.write("one more line")
+    done = start(text, folder, "train.resume=true")
+    assert done.returncode == 2 and "the text itself" in done.stderr.splitlines()[-1]
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_frozen_run_trains_the_indexers_alone(whole, text, tmp_path):
+    source = whole[0] / "checkpoints" / "iter_0000008"
+    train(text, tmp_path, f"train.init_from={source}", "train.freeze_main=true", "train.steps=2")
+    old, new = weights(source), weights(tmp_path / "checkpoints" / "iter_0000002")
+    assert old.keys() == new.keys()
+    changed = {name for name in old if not torch.equal(old[name], new[name])}
+    assert changed == {name for name in old if ".indexer." in name} != set()

@@ -96,7 +96,7 @@ class _Run:
     def train(self, stop: StopRequest, resolved_yaml: str) -> int:
         """Run from the folder's state to the last step, a stop request, or a failure."""
         config, world, folder = self.config, self.world, self.folder
-        found, notes = world.from_main(lambda: folder.start(config, self.resolved, self.corpus.fingerprint))
+        found, notes = world.from_main(lambda: folder.start("embedded", config, self.resolved, self.corpus.fingerprint))
         done, before = 0, 0.0
         if found:
             meta = checkpoint.read_meta(found)

@@ -18,12 +18,12 @@ from nemo_v4_indexer.training import options
 from nemo_v4_indexer.training.compat import repaired_megatron
 from nemo_v4_indexer.training.config import BYTE_SOURCES, PretrainConfig
 from nemo_v4_indexer.training.curves import write_curves
-from nemo_v4_indexer.training.data import load_corpus, unigram_entropy
+from nemo_v4_indexer.training.data import Corpus, load_corpus, unigram_entropy
 from nemo_v4_indexer.training.errors import UsageError
 from nemo_v4_indexer.training.files import write_text
 from nemo_v4_indexer.training.folder import RunFolder
 from nemo_v4_indexer.training.metrics import MetricsFile
-from nemo_v4_indexer.training.world import Launch, launch
+from nemo_v4_indexer.training.world import Launch, from_rank_0, launch
 
 
 def run(config: PretrainConfig, resolved: Mapping[str, Any], resolved_yaml: str) -> int:
@@ -40,30 +40,28 @@ def run(config: PretrainConfig, resolved: Mapping[str, Any], resolved_yaml: str)
     from nemo_v4_indexer.training import megatron_checkpoint
     from nemo_v4_indexer.training.megatron_records import StepRecords
 
-    place, folder, train = launch(), RunFolder(config.output_dir), config.train
+    place, folder = launch(), RunFolder(config.output_dir)
     _check(config)
-    begin = megatron_checkpoint.newest(folder.checkpoints) if train.resume else None
+    begin = megatron_checkpoint.newest(folder.checkpoints) if config.train.resume else None
     args = options.parse(options.options_of(config, place, folder.checkpoints, begin is not None), place)
+    corpus = load_corpus(config.data) if config.data.source in BYTE_SOURCES else None
+    datasets = _datasets(config, corpus)
     # Plain types: a checkpoint stores the arguments.
     args.v4_indexer, args.v4_attention = config.indexer.to_dict(), config.attention.to_dict()
-    datasets, entropy = _datasets(config)
+    args.v4_data = corpus.fingerprint if corpus else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(repaired_megatron())
         _join(config, place, stack)
-        if place.rank == 0:
-            megatron_checkpoint.prepare(folder.checkpoints, resume=train.resume, overwrite=train.overwrite)
-            folder.root.mkdir(parents=True, exist_ok=True)
-            write_text(folder.config, resolved_yaml)
-            for note in config.indexer.warnings_for(config.data.sequence_length):
-                print(f"note      {note}", flush=True)
-        dist.barrier()
+        begin = from_rank_0(partial(_start, config, resolved, resolved_yaml, args.v4_data))
         set_global_variables(args)
         metrics = None
         if place.rank == place.size - 1:  # the last pipeline stage knows the loss
             metrics = MetricsFile(folder.metrics, megatron_checkpoint.step_of(begin) if begin else 0)
             stack.callback(metrics.close)
         model: list[torch.nn.Module] = []
-        stack.enter_context(StepRecords(model, metrics).kept())
+        kept = megatron_checkpoint.KeptCheckpoints(folder.checkpoints, config.train.keep)
+        prune = kept.prune if place.rank == 0 else None
+        stack.enter_context(StepRecords(model, metrics, prune).kept())
         code = 0
         try:
             container = pretrain_cfg_container_from_args(args)
@@ -71,8 +69,10 @@ def run(config: PretrainConfig, resolved: Mapping[str, Any], resolved_yaml: str)
             pretrain(container, datasets, ModelType.encoder_or_decoder, _forward_step, model_provider=build)
         except SystemExit as stop:  # Megatron leaves its loop early (signals, exit_interval) through sys.exit
             code = stop.code or 0
-    if metrics and metrics.records and entropy:
-        write_curves(folder.curves, metrics.records, entropy)
+        if prune:
+            prune()
+    if metrics and metrics.records and corpus:
+        write_curves(folder.curves, metrics.records, unigram_entropy(corpus.validation))
     return code
 
 
@@ -84,21 +84,31 @@ def _check(config: PretrainConfig) -> None:
             f"indexer.loss.warmup_steps={loss.warmup_steps}, got {train.steps}; a second run starts from it with "
             "train.init_from"
         )
-    if config.indexer.num_mtp_layers != config.model.num_mtp_layers:
-        raise UsageError(
-            f"indexer.num_mtp_layers={config.indexer.num_mtp_layers} differs from "
-            f"model.num_mtp_layers={config.model.num_mtp_layers}"
-        )
 
 
-def _datasets(config: PretrainConfig) -> tuple[Callable[..., tuple], float | None]:
-    """Megatron's dataset provider, and the unigram entropy of validation text."""
+def _start(config: PretrainConfig, resolved: Mapping[str, Any], resolved_yaml: str, data: str | None) -> Path | None:
+    """Prepare the output folder; returns the checkpoint that the run goes on from. Rank 0 does it for all."""
+    from nemo_v4_indexer.training import megatron_checkpoint
+
+    folder = RunFolder(config.output_dir)
+    begin, notes = folder.start("megatron", config, resolved, data)
+    try:
+        if begin:
+            megatron_checkpoint.load_from(begin)
+        folder.root.mkdir(parents=True, exist_ok=True)
+        write_text(folder.config, resolved_yaml)
+    except OSError as error:
+        raise UsageError(f"output_dir={folder.root} cannot be written: {error.strerror}") from error
+    for note in [*config.indexer.warnings_for(config.data.sequence_length), *notes]:
+        print(f"note      {note}", flush=True)
+    return begin
+
+
+def _datasets(config: PretrainConfig, corpus: Corpus | None) -> Callable[..., tuple]:
+    """Megatron's dataset provider."""
     from nemo_v4_indexer.training import megatron_data
 
-    if config.data.source not in BYTE_SOURCES:
-        return megatron_data.megatron_datasets, None
-    corpus = load_corpus(config.data)
-    return megatron_data.byte_datasets(config, corpus), unigram_entropy(corpus.validation)
+    return megatron_data.byte_datasets(config, corpus) if corpus else megatron_data.megatron_datasets
 
 
 def _join(config: PretrainConfig, place: Launch, stack: contextlib.ExitStack) -> None:
