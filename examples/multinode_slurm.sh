@@ -8,6 +8,8 @@
 # One torchrun per node; output_dir must be on storage that all nodes share. Before the time is up the run saves a
 # checkpoint and stops; the same job with train.resume=true goes on, on any number of nodes.
 #   sbatch examples/multinode_slurm.sh output_dir=/shared/run train.resume=true
+# Other recipes: CONFIG=pretrain_v4_flash, or CONFIG=pretrain_v4_pro with parallel.pipeline=2
+# megatron.decoder_last_pipeline_num_layers=30.
 set -eu
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 CONFIG=${CONFIG:-pretrain_v4_4layer_megatron}

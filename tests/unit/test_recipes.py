@@ -1,6 +1,7 @@
 """The pretraining recipes: each resolves, restricts what it selects, divides over its ranks; the stages follow."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from mocked_parallel import single_process
 
 import nemo_v4_indexer
 from nemo_v4_indexer.integrations.megatron import V4TransformerConfig, v4_layer_spec
-from nemo_v4_indexer.training import checkpoint
+from nemo_v4_indexer.training import checkpoint, options
 from nemo_v4_indexer.training.cli import run
 from nemo_v4_indexer.training.config import PretrainConfig
+from nemo_v4_indexer.training.world import Launch
 
 FOLDER = Path(nemo_v4_indexer.__file__).parent / "configs"
 RECIPES = sorted(path.stem for path in FOLDER.glob("pretrain_*.yaml"))
@@ -40,7 +42,7 @@ def test_cfg_job_resolves(capsys, name):
     for size in (config.attention.n_heads, config.attention.o_groups, config.model.ffn_hidden_size, 256):
         assert size % tensor == 0
     assert config.train.batch_size % (16 // tensor if tensor > 1 else 8) == 0 or name == "pretrain_tiny"
-    assert config.model.num_mtp_layers == 0  # the engine refuses others
+    assert config.model.num_mtp_layers == 0  # the embedded engine refuses others
     if config.device == "cuda":
         assert config.indexer.n_heads in KERNEL_HEADS and config.indexer.head_dim == 128
         assert max(layer.topk for layer in config.indexer.plan()) <= 4096
@@ -54,6 +56,29 @@ def test_megatron_accepts_the_shapes(capsys, name):
     megatron = V4TransformerConfig(v4_indexer=config.indexer, v4_attention=config.attention, **sizes)
     with single_process():
         assert len(v4_layer_spec(megatron).layer_specs) == config.model.num_layers
+
+
+ON_MEGATRON = [(name, ()) for name in RECIPES if name != "pretrain_v4_4layer"]
+WITHIN_NODES = ("parallel.tensor=8", "parallel.pipeline=2", "megatron.decoder_last_pipeline_num_layers=30")
+ON_MEGATRON += [("pretrain_v4_pro", WITHIN_NODES), ("pretrain_v32", WITHIN_NODES)]
+ON_MEGATRON += [("pretrain_v4_flash", ("model.num_mtp_layers=1", "indexer.compress_ratio.mtp=[0]"))]
+
+
+@pytest.mark.parametrize(("name", "more"), ON_MEGATRON)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_megatron_accepts_the_options(capsys, monkeypatch, tmp_path, name, more, replicas):
+    """On the processes that the recipe's division needs, and on twice as many."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9, minor=0))
+    config = PretrainConfig.from_dict(job(capsys, "--config-name", name, *more))
+    assert config.engine in ("auto", "megatron")
+    parallel = config.parallel
+    size = parallel.tensor * parallel.context * parallel.pipeline
+    place = Launch(0, size * replicas, 0, min(size * replicas, 8), False)
+    args = options.parse(options.options_of(config, place, tmp_path, False), place)
+    assert args.data_parallel_size == replicas and args.params_dtype == torch.bfloat16
+    assert (args.num_layers, args.mtp_num_layers) == (config.model.num_layers, config.indexer.num_mtp_layers or None)
+    assert args.train_iters == config.train.steps and args.save_retain_interval is None
 
 
 @pytest.mark.parametrize("name", ["v32", "glm5"])
