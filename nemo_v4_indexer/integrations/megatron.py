@@ -26,6 +26,7 @@ from megatron.core.utils import get_model_config
 from nemo_v4_indexer import parallel
 from nemo_v4_indexer.attention import V4SelfAttention, V4SelfAttentionSubmodules
 from nemo_v4_indexer.diagnostics import Statistics
+from nemo_v4_indexer.integrations.megatron_cli import FollowingIndexer, take_settings
 from nemo_v4_indexer.integrations.megatron_config import V4TransformerConfig, settings_of
 from nemo_v4_indexer.layer import V4Indexer, collecting
 from nemo_v4_indexer.modules import RMSNorm
@@ -46,31 +47,44 @@ __all__ = [
 def v4_layer_spec(config, vp_stage=None):
     """Layers of this pipeline stage, each with the settings of its global number.
 
-    Usable as `--spec nemo_v4_indexer.integrations.megatron v4_layer_spec` and as a `transformer_layer_spec`.
+    Usable as a `transformer_layer_spec`, and as `--spec nemo_v4_indexer.integrations.megatron v4_layer_spec` on
+    Megatron's own command line. A config made there holds no settings: they are put in it, from the YAML file that the
+    environment variable NEMO_V4_INDEXER_CONFIG names, and the loss stage follows Megatron's iteration.
 
     Args:
-        config: `V4TransformerConfig`, another with its settings, or a model config that holds one as `transformer`.
+        config: `V4TransformerConfig`, another with its settings, or a model config that holds one as `transformer`; or
+            such a config of Megatron's own.
         vp_stage: virtual pipeline stage, or None.
 
     Returns:
         TransformerBlockSubmodules.
 
     Raises:
-        TypeError: config is of another class, so the indexer's settings are unknown.
+        TypeError: config has no settings and no file is named.
+        ValueError: settings out of form or that differ from Megatron's sizes, or, with settings from a file, options
+            that the layers do not follow.
+        NotImplementedError: mixture of experts.
     """
-    config = getattr(config, "transformer", config)
+    given, config = config, getattr(config, "transformer", config)
+    if not hasattr(config, "v4_indexer"):
+        take_settings(given)
     indexer, attention = settings_of(config)
+    if config.num_moe_experts:
+        raise NotImplementedError(
+            f"num_moe_experts must be absent: V4 layers have dense feed-forward parts, got {config.num_moe_experts}"
+        )
+    kind = FollowingIndexer if getattr(config, "v4_settings_file", None) else V4Indexer
     offset = get_transformer_layer_offset(config, vp_stage) if config.pipeline_model_parallel_size > 1 else 0
     plan = indexer.plan()[offset : offset + get_num_layers_to_build(config, vp_stage)]
-    return TransformerBlockSubmodules([_layer(attention, layer) for layer in plan], layer_norm=RMSNorm)
+    return TransformerBlockSubmodules([_layer(attention, layer, kind) for layer in plan], layer_norm=RMSNorm)
 
 
-def _layer(attention, layer):
+def _layer(attention, layer, indexer=V4Indexer):
     self_attention = ModuleSpec(
         V4SelfAttention,
         # Always causal; the mask type is here for Megatron's multi-token-prediction layer, which asks for it.
         params={"layer": layer, "attention": attention, "attn_mask_type": AttnMaskType.causal},
-        submodules=V4SelfAttentionSubmodules(),
+        submodules=V4SelfAttentionSubmodules(indexer=indexer),
     )
     return ModuleSpec(
         TransformerLayer,

@@ -32,13 +32,34 @@ def settings_of(config):
             )
         found.append(value if isinstance(value, kind) else kind.from_dict(value))
     indexer, attention = found
+    _require_agreement(config, indexer, attention)
+    return indexer, attention
+
+
+def _require_agreement(config, indexer, attention):
     for ours, theirs, value in (
         ("v4_indexer.num_layers", "num_layers", indexer.num_layers),
         ("v4_attention.n_heads", "num_attention_heads", attention.n_heads),
     ):
         if value != getattr(config, theirs):
             raise ValueError(f"{ours} is {value}, but {theirs} is {getattr(config, theirs)}; they must agree")
-    return indexer, attention
+
+
+def hold_settings(config, indexer, attention):
+    """Put settings in a Megatron config, where `settings_of` finds them, and what they mean for Megatron beside them.
+
+    Args:
+        config: TransformerConfig, or one whose construction is not complete.
+        indexer: `IndexerConfig`. attention: `AttentionConfig`.
+
+    Raises:
+        ValueError: layer or head counts differ from Megatron's.
+    """
+    _require_agreement(config, indexer, attention)
+    config.v4_indexer, config.v4_attention = indexer, attention
+    config.hetereogenous_dist_checkpoint = True  # layers differ: Megatron must not store them as one stacked tensor
+    if config.experimental_attention_variant_loss_scale_func is None:
+        config.experimental_attention_variant_loss_scale_func = set_loss_scale
 
 
 @dataclass
@@ -71,8 +92,5 @@ class V4TransformerConfig(TransformerConfig):
             self.activation_func = named
         if self.cp_layout not in CP_LAYOUTS:
             raise ValueError(f"cp_layout must be one of {', '.join(CP_LAYOUTS)}, got {self.cp_layout!r}")
-        self.v4_indexer, self.v4_attention = settings_of(self)
-        self.hetereogenous_dist_checkpoint = True  # layers differ: Megatron must not store them as one stacked tensor
+        hold_settings(self, *settings_of(self))
         super().__post_init__()
-        if self.experimental_attention_variant_loss_scale_func is None:
-            self.experimental_attention_variant_loss_scale_func = set_loss_scale

@@ -84,7 +84,8 @@ def test_virtual_pipeline_stages(monkeypatch, stage, vp_stage):
     assert [layer.layer_number for layer in layers] == [first, first + 1]
 
 
-def test_spec_of_another_config_is_refused():
+def test_spec_of_another_config_is_refused(monkeypatch):
+    monkeypatch.delenv("NEMO_V4_INDEXER_CONFIG", raising=False)
     with pytest.raises(TypeError, match="V4TransformerConfig, got TransformerConfig"):
         host.v4_layer_spec(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1))
 
