@@ -219,10 +219,12 @@ def valid_slots(indices, start, end):
 
 
 def window_mask(query_positions, key_positions, window, first_keys=None):
-    """Boolean mask [Q, T]: token keys of the sliding window, max(first, t - window + 1) .. t.
+    """Boolean mask [..., Q, T]: token keys of the sliding window, max(first, t - window + 1) .. t.
 
-    first_keys: int [Q], the first token each query may see (its document's); default 0.
+    query_positions: int [..., Q], key_positions: int [..., T]; negative ones stand for nothing.
+    first_keys: int [..., Q], the first token each query may see (its document's); default 0.
     """
-    distance = query_positions[:, None] - key_positions
-    seen = (distance >= 0) & (distance < window)
-    return seen if first_keys is None else seen & (key_positions >= first_keys[:, None])
+    key = key_positions[..., None, :]
+    distance = query_positions[..., None] - key
+    first = 0 if first_keys is None else first_keys[..., None]
+    return (distance >= 0) & (distance < window) & (key >= first)

@@ -8,7 +8,6 @@ S tokens, B batch, N attention heads (of this rank), C latent dim, G compressed 
 one chunk at a time, in backward too.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -66,61 +65,87 @@ class _GatherEntries(torch.autograd.Function):
 
 
 def _entry_logits(q, entries, scale):
-    """Logits [B, N, s, K or G], fp32, -inf where there is no entry; and the gathered rows [B, s, K, C] or None."""
+    """Logits [B, s, N, K or G], fp32, -inf where there is no entry; and the gathered rows [B, s, K, C] or None."""
     latent = entries.latent
     if entries.indices is None:
         rows, valid = None, visibility.visible(entries.start, entries.end, latent.shape[0])
-        logits = torch.einsum("sbnc,gbc->bnsg", q, latent)
+        logits = torch.einsum("sbnc,gbc->bsng", q, latent)
     else:
         valid = entries.indices >= 0
         if latent.shape[0] == 0:  # a sequence shorter than the ratio: empty slots still read a row
             latent = F.pad(latent, (0, 0, 0, 0, 0, 1))
         rows = _GatherEntries.apply(latent, entries.indices.clamp(min=0).long())
-        logits = torch.einsum("sbnc,bskc->bnsk", q, rows)
-    return (logits.float() * scale).masked_fill(~valid[:, None], float("-inf")), rows
+        logits = torch.einsum("sbnc,bskc->bsnk", q, rows)
+    return (logits.float() * scale).masked_fill(~valid[:, :, None], float("-inf")), rows
 
 
-def _attend(q, kv, first_query, first_key, entries, sink, window, scale, first_keys):
+def _window_blocks(s, window):
+    """Rows of a block of s query rows, and the keys that each block reads before its first row.
+
+    Longer blocks would compute more logits outside the window, shorter ones smaller products.
+    """
+    return min(s, max(window, 32)), -(-(window - 1) // 8) * 8  # sizes that keep rows of logits aligned
+
+
+def _window_logits(q, kv, first_query, window, scale, first_keys):
+    """Logits [B, s, N, keys of a block], fp32, -inf outside the window; and every block's keys [blocks, B, C, keys].
+
+    kv: [T, B, C], the latents up to the last query's, from `before` (see `_window_blocks`) or fewer ahead of the first.
+    """
+    s, b, n, c = q.shape
+    size, before = _window_blocks(s, window)
+    count = -(-s // size)
+    rows = F.pad(q, (0, 0, 0, 0, 0, 0, 0, count * size - s)).view(count, size, b, n, c)
+    keys = F.pad(kv, (0, 0, 0, 0, before + s - len(kv), count * size - s)).unfold(0, size + before, size)
+    query = (first_query + torch.arange(count * size, device=q.device)).view(count, size)
+    key = query[:, :1] - before + torch.arange(size + before, device=q.device)
+    first = None if first_keys is None else first_keys[query.clamp(max=len(first_keys) - 1)]
+    seen = visibility.window_mask(query, key, window, first).view(1, count * size, 1, -1)[:, :s]
+    logits = torch.einsum("ipbnc,ibck->bipnk", rows, keys).reshape(b, count * size, n, -1)[:, :s]
+    return (logits.float() * scale).masked_fill(~seen, float("-inf")), keys
+
+
+def _window_output(p, keys, window):
+    """[s, B, N, C] from probabilities [B, s, N, keys of a block] and every block's keys."""
+    b, s, n, width = p.shape
+    size, _ = _window_blocks(s, window)
+    p = F.pad(p, (0, 0, 0, 0, 0, len(keys) * size - s)).view(b, len(keys), size, n, width)
+    return torch.einsum("bipnk,ibck->ipbnc", p, keys).flatten(0, 1)[:s]
+
+
+def _attend(q, kv, first_query, entries, sink, window, scale, first_keys):
     """One chunk of rows: out [s, B, N, C] and log of the softmax denominator [B, N, s]."""
     s, b, n, _ = q.shape
-    parts, widths = [], []
+    parts = []
     if window:
-        query = torch.arange(first_query, first_query + s, device=q.device)
-        key = torch.arange(first_key, first_key + kv.shape[0], device=q.device)
-        seen = visibility.window_mask(query, key, window, None if first_keys is None else first_keys[query])
-        parts.append((torch.einsum("sbnc,tbc->bnst", q, kv).float() * scale).masked_fill(~seen, float("-inf")))
-        widths.append(kv.shape[0])
-    rows = None
+        logits, keys = _window_logits(q, kv, first_query, window, scale, first_keys)
+        parts.append(logits)
     if entries is not None:
         logits, rows = _entry_logits(q, entries, scale)
         parts.append(logits)
-        widths.append(entries.width)
-    logits = torch.cat([*parts, sink.float().view(1, n, 1, 1).expand(b, n, s, 1)], dim=-1)
+    widths = [part.shape[-1] for part in parts]
+    logits = torch.cat([*parts, sink.float().view(1, 1, n, 1).expand(b, s, n, 1)], dim=-1)
     denominator = logits.logsumexp(-1)
     p = (logits[..., :-1] - denominator[..., None]).exp().to(q.dtype).split(widths, dim=-1)
-    out = torch.einsum("bnst,tbc->sbnc", p[0], kv) if window else 0
+    out = _window_output(p[0], keys, window) if window else 0
     if entries is not None:
         if rows is None:
-            out = out + torch.einsum("bnsg,gbc->sbnc", p[-1], entries.latent)
+            out = out + torch.einsum("bsng,gbc->sbnc", p[-1], entries.latent)
         else:
-            out = out + torch.einsum("bnsk,bskc->sbnc", p[-1], rows)
-    return out, denominator.detach()
+            out = out + torch.einsum("bsnk,bskc->sbnc", p[-1], rows)
+    return out, denominator.detach().transpose(1, 2)
 
 
-def _bytes_per_row(q, entries, window, workspace_bytes):
-    """Intermediates per row of the longest chunk of rows that fits the workspace.
-
-    A chunk of m rows reads m + window - 1 window keys, so its bytes are m * (row + key * m): the m that fills the
-    workspace solves a quadratic equation.
-    """
+def _bytes_per_row(q, entries, window):
+    """Intermediates of one row, of which there are three of four bytes per logit at a time."""
     _, b, n, c = q.shape
-    key = 12 * b * n
-    row = key * window
+    keys = sum(_window_blocks(len(q), window)) if window else 0
+    row = 12 * b * n * keys
     if entries is not None:
         # Entries and, in backward, their gradient in fp32 or better.
         gathered = 0 if entries.indices is None else b * c * (q.element_size() + max(4, q.element_size()))
-        row += (key + gathered) * entries.width
-    return (row + math.isqrt(row**2 + 4 * key * workspace_bytes)) // 2 if window else row
+        row += (12 * b * n + gathered) * entries.width
+    return row
 
 
 def sparse_attention(
@@ -141,12 +166,12 @@ def sparse_attention(
         out: [S, B, N, C], dtype of q. denominator: fp32 [B, N, S], log of the softmax denominator, without gradient.
     """
     outs, denominators = [], []
-    chunks = reference.chunk_rows(q.shape[0], _bytes_per_row(q, entries, window, workspace_bytes), workspace_bytes)
+    chunks = reference.chunk_rows(q.shape[0], _bytes_per_row(q, entries, window), workspace_bytes)
     for lo, hi in chunks:
         first_query, last_query = first_position + lo, first_position + hi
-        first_key = max(0, first_query - window + 1)
+        first_key = max(0, first_query - _window_blocks(hi - lo, window)[1]) if window else first_query
         part = None if entries is None else entries.rows(lo, hi)
-        args = (q[lo:hi], kv[first_key:last_query], first_query, first_key, part, sink, window, scale, first_keys)
+        args = (q[lo:hi], kv[first_key:last_query], first_query, part, sink, window, scale, first_keys)
         if len(chunks) > 1 and torch.is_grad_enabled():
             out, denominator = checkpoint(_attend, *args, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -167,4 +192,4 @@ def attention_mass(q, denominator, entries, scale):
         fp32 [B, s, K], or [B, s, G] where entries.indices is None; 0 where there is no entry.
     """
     logits, _ = _entry_logits(q, entries, scale)
-    return (logits - denominator[..., None]).exp().sum(1)
+    return (logits - denominator.transpose(1, 2)[..., None]).exp().sum(2)
