@@ -63,23 +63,19 @@ def v4_layer_spec(config, vp_stage=None):
         TypeError: config has no settings and no file is named.
         ValueError: settings out of form or that differ from Megatron's sizes, or, with settings from a file, options
             that the layers do not follow.
-        NotImplementedError: mixture of experts.
     """
     given, config = config, getattr(config, "transformer", config)
     if not hasattr(config, "v4_indexer"):
         take_settings(given)
     indexer, attention = settings_of(config)
-    if config.num_moe_experts:
-        raise NotImplementedError(
-            f"num_moe_experts must be absent: V4 layers have dense feed-forward parts, got {config.num_moe_experts}"
-        )
     kind = FollowingIndexer if getattr(config, "v4_settings_file", None) else V4Indexer
     offset = get_transformer_layer_offset(config, vp_stage) if config.pipeline_model_parallel_size > 1 else 0
     plan = indexer.plan()[offset : offset + get_num_layers_to_build(config, vp_stage)]
-    return TransformerBlockSubmodules([_layer(attention, layer, kind) for layer in plan], layer_norm=RMSNorm)
+    layers = [_layer(config, attention, layer, kind) for layer in plan]
+    return TransformerBlockSubmodules(layers, layer_norm=RMSNorm)
 
 
-def _layer(attention, layer, indexer=V4Indexer):
+def _layer(config, attention, layer, indexer=V4Indexer):
     self_attention = ModuleSpec(
         V4SelfAttention,
         # Always causal; the mask type is here for Megatron's multi-token-prediction layer, which asks for it.
@@ -93,10 +89,21 @@ def _layer(attention, layer, indexer=V4Indexer):
             self_attention=self_attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=get_mlp_module_spec_for_backend(LocalSpecProvider()),
+            mlp=_feed_forward(config, layer),
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _feed_forward(config, layer):
+    """Megatron's own: dense, or a mixture of experts where num_moe_experts and moe_layer_freq say so."""
+    experts = config.num_moe_experts
+    if experts:
+        every = config.moe_layer_freq
+        pattern = every if isinstance(every, list) else [int(i % every == 0) for i in range(config.num_layers)]
+        # Multi-token-prediction layers are as the last decoder layer.
+        experts = experts if pattern[min(layer.layer_number, config.num_layers) - 1] else None
+    return get_mlp_module_spec_for_backend(LocalSpecProvider(), experts, config.moe_grouped_gemm)
 
 
 def build_gpt_model(
@@ -176,7 +183,7 @@ def v4_mtp_spec(config, vp_stage=None):
     backend = LocalSpecProvider()
     indexer, attention = settings_of(config)
     layers = [layer for layer in indexer.plan() if layer.is_mtp]
-    specs = [get_mtp_layer_spec_for_backend(_layer(attention, layer), backend) for layer in layers]
+    specs = [get_mtp_layer_spec_for_backend(_layer(config, attention, layer), backend) for layer in layers]
     for spec in specs:  # the backend's norm refuses sequence parallelism
         spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = RMSNorm
     return MultiTokenPredictionBlockSubmodules(layer_specs=specs)

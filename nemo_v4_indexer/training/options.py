@@ -196,5 +196,7 @@ def _words(name: str, value: Any, actions: Sequence[argparse.Action], default: A
         raise UsageError(f"megatron.{name} must be true or false, got {value!r}")
     taking = next(action for action in actions if action.nargs != 0)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [taking.option_strings[0], *map(str, value)]
+        if taking.nargs is not None:
+            return [taking.option_strings[0], *map(str, value)]
+        value = f"[{','.join(map(str, value))}]"  # one word, as of moe_layer_freq
     return [f"{taking.option_strings[0]}={value}"]

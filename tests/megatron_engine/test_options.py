@@ -41,9 +41,11 @@ def test_our_keys_become_megatrons_arguments(tmp_path):
 def test_the_map_reaches_megatron_and_beats_the_defaults(tmp_path):
     config = configured(
         {"bf16": False, "recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"], "split": None}
+        | {"num_experts": 4, "moe_layer_freq": [0, 1, 1]}
     )
     assert DEFAULTS["bf16"]
     args = parse(options(config, tmp_path), ALONE)
+    assert args.moe_layer_freq == [0, 1, 1]
     assert not args.bf16 and args.recompute_granularity == "selective"
     assert args.recompute_modules == ["core_attn", "mlp"]
 

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from mocked_parallel import ROPE, FakeGroup, assert_gradients, attention_config, gradients, groups, single_process
@@ -82,6 +84,28 @@ def test_virtual_pipeline_stages(monkeypatch, stage, vp_stage):
     layers = settings_of(host.v4_layer_spec(parts, vp_stage=vp_stage))
     first = 4 * vp_stage + 2 * stage + 1
     assert [layer.layer_number for layer in layers] == [first, first + 1]
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, [1] * 8), (3, [1, 0, 0, 1, 0, 0, 1, 0]), ([0, 1] * 4, [0, 1] * 4)])
+def test_experts_where_megatron_s_options_ask_for_them(every, expected):
+    layers = host.v4_layer_spec(config(num_moe_experts=4, moe_layer_freq=every, add_bias_linear=False)).layer_specs
+    assert [int(layer.submodules.mlp.func is MoELayer) for layer in layers] == expected
+
+
+def test_experts_train(small):
+    """Router, routed and shared experts beside attention and indexer; Megatron's other dispatchers need CUDA."""
+    plain = small().config
+    experts = dict(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=24, moe_shared_expert_intermediate_size=24)
+    names = ("num_layers", "hidden_size", "num_attention_heads", "v4_indexer", "v4_attention", "gated_linear_unit")
+    kept = {name: getattr(plain, name) for name in (*names, "activation_func", "add_bias_linear", "hidden_dropout")}
+    mixed = host.V4TransformerConfig(
+        **kept, **experts, moe_layer_freq=[0, 1, 1, 1], moe_token_dispatcher_type="allgather",
+        attention_dropout=0.0, use_cpu_initialization=True, gradient_accumulation_fusion=False,
+    )  # fmt: skip
+    model = GPTModel(mixed, host.v4_layer_spec(mixed), 32, 24, position_embedding_type="none")
+    step(model).mean().backward()
+    assert sum(".experts." in name for name, _ in model.named_parameters()) == 3 * 4 * 2
+    assert all(parameter.grad.any() for parameter in model.parameters())
 
 
 def test_spec_of_another_config_is_refused(monkeypatch):
