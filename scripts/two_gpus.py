@@ -2,8 +2,9 @@
 
     python scripts/two_gpus.py [--out results.json] [--only layers,time,train] [--one-gpu]
 
-Prints a table and JSON; exits with 1 when a check fails. With --one-gpu both processes share a GPU: everything is
-checked but the times, which mean nothing there. That needs NCCL 2.30 or newer, which may be preloaded.
+Writes every number as JSON and prints the checks; exits with 1 when one fails. With --one-gpu both processes share a
+GPU: everything is checked but the times, which mean nothing there. That needs NCCL 2.30 or newer, which may be
+preloaded.
 
 S tokens, B batch, H index heads, D index dim.
 """
@@ -14,8 +15,10 @@ import importlib.metadata
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -236,17 +239,23 @@ def worker(parts, out):
 
 
 def torchrun(processes, one_gpu, *arguments):
+    """Run ranks to their end; says how long they took, and what they said last where they failed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = dict(os.environ)
     if one_gpu:
         command += [__file__, FIRST_GPU]
         environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run([*command, *arguments], env=environment, **output)
-    if done.returncode:
-        print(done.stdout[-6000:], file=sys.stderr)
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        try:
+            code = subprocess.run([*command, *arguments], env=environment, stdout=output, stderr=output).returncode
+        finally:  # also when this program is told to stop
+            print(f"{time.monotonic() - started:6.1f} s  {processes} ranks of {' '.join(arguments[:2])}", flush=True)
+            output.seek(0)
+            said = output.read()[-6000:]
+    if code:
+        print(said, file=sys.stderr)
         raise SystemExit(f"failed: torchrun {' '.join(arguments[:3])} ...")
-    return done.stdout
 
 
 def records(folder):
@@ -313,7 +322,8 @@ def main():
     # Memory, where there is some: a checkpoint is 10 GB.
     folder = Path("/dev/shm" if os.path.isdir("/dev/shm") else ".") / f"two_gpus_{os.getpid()}"
     folder.mkdir()
-    facts = {"machine": machine()}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # what was measured until then is written
+    facts, rows = {"machine": machine()}, []
     try:
         if {"layers", "time"} & set(parts):
             part = folder / "facts.json"
@@ -325,9 +335,8 @@ def main():
         shutil.rmtree(folder, ignore_errors=True)
         rows = checks(facts)
         arguments.out.write_text(json.dumps(facts | {"checks": rows}, indent=1))
-    for what, measured, bound, fine in rows:
-        print(f"{'ok  ' if fine else 'FAIL'}  {what:<58} {measured:.4g}  (at most {bound:.4g})")
-    print(json.dumps(facts))
+        for what, measured, bound, fine in rows:
+            print(f"{'ok  ' if fine else 'FAIL'}  {what:<58} {measured:.4g}  (at most {bound:.4g})")
     return int(not all(row[3] for row in rows))
 
 

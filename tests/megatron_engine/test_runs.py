@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 # Two stages of it: one without any indexer, one with two.
 TOY = (
@@ -124,6 +124,29 @@ def test_pipeline_with_a_stage_without_indexers_goes_on_from_tensor_parallel(sha
     assert len(back) == 9 and back[9]["lm_loss"] < records[8]["lm_loss"] + 0.05
 
 
+@pytest.mark.slow
+def test_pipeline_whose_last_stage_has_no_indexers(text, tmp_path):
+    """The stage that reports the loss learns the indexers' numbers from the other."""
+    ratios = "indexer.compress_ratio=[4,4,0,0]"
+    whole = train(text, tmp_path / "whole", ratios)
+    assert whole[8]["layer_2/recall"] > 0
+    folder = continued(tmp_path / "whole", tmp_path / "pipeline")
+    assert_same(
+        train(text, folder, ratios, "parallel.pipeline=2", "train.resume=true", processes=2), whole, steps=range(5, 9)
+    )
+
+
+@pytest.mark.slow
+def test_experts_divide_with_the_layers(text, tmp_path):
+    experts = [f"megatron.{name}" for name in ("num_experts=4", "moe_router_topk=2", "moe_layer_freq=[0,1,1,1]")]
+    experts += ["megatron.moe_ffn_hidden_size=32", "megatron.moe_token_dispatcher_type=allgather"]  # others need CUDA
+    whole = train(text, tmp_path / "whole", *experts)
+    assert whole[8]["lm_loss"] < whole[1]["lm_loss"] - 0.3
+    split = ("parallel.tensor=2", "parallel.sequence=true")
+    assert_same(train(text, tmp_path / "split", *experts, *split, processes=2), whole)
+
+
+@pytest.mark.slow
 def test_interleaved_pipeline_goes_on_from_one_process(whole, text, tmp_path):
     """Every chunk of layers gets the settings and the weights of its global numbers."""
     folder = continued(whole[0], tmp_path / "interleaved")
@@ -131,11 +154,13 @@ def test_interleaved_pipeline_goes_on_from_one_process(whole, text, tmp_path):
     assert_same(train(text, folder, *chunks, "train.resume=true", processes=2), whole[1], steps=range(5, 9))
 
 
+@pytest.mark.slow
 def test_data_parallel_goes_on_from_one_process(whole, text, tmp_path):
     folder = continued(whole[0], tmp_path / "data")
     assert_same(train(text, folder, "train.resume=true", processes=2), whole[1], steps=range(5, 9))
 
 
+@pytest.mark.slow
 def test_bf16_with_fp32_weights_goes_on_exactly_and_under_full_recompute(text, tmp_path):
     bf16 = ("megatron.bf16=true", "train.eval_batches=0")
     whole = train(text, tmp_path / "whole", *bf16)
@@ -145,6 +170,7 @@ def test_bf16_with_fp32_weights_goes_on_exactly_and_under_full_recompute(text, t
     assert_same(resumed, whole, tolerance=1e-6, steps=range(5, 9))
 
 
+@pytest.mark.slow
 def test_old_checkpoints_go_and_other_settings_are_refused(whole, text, tmp_path):
     folder = continued(whole[0], tmp_path / "kept")
     more = ("train.resume=true", "train.checkpoint_interval=1", "megatron.recompute_granularity=selective")
@@ -153,7 +179,7 @@ def test_old_checkpoints_go_and_other_settings_are_refused(whole, text, tmp_path
     assert sorted(saved) == ["iter_0000007", "iter_0000008"]
     before = (folder / "metrics.jsonl").read_bytes()
     done = start(text, folder, "train.resume=true", "train.lr=0.01", "megatron.bf16=true", processes=2)
-    said = "trained with other settings: megatron.bf16 (False before, True now); train.lr (0.003 before, 0.01 now)"
+    said = "trained with other settings: megatron.bf16 (False before, True now); train.lr (0.002 before, 0.01 now)"
     assert done.returncode and said in done.stderr
     text = shutil.copy(text, tmp_path / "other.txt")
     with open(text, "a") as stream:
@@ -163,6 +189,7 @@ def test_old_checkpoints_go_and_other_settings_are_refused(whole, text, tmp_path
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_frozen_run_trains_the_indexers_alone(whole, text, tmp_path):
     source = whole[0] / "checkpoints" / "iter_0000008"
     train(text, tmp_path, f"train.init_from={source}", "train.freeze_main=true", "train.steps=2")
