@@ -1,6 +1,8 @@
 """Two and four ranks that divide a model against one process: losses, every gradient, weights after three steps."""
 
+import contextlib
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -8,8 +10,9 @@ import torch.distributed as dist
 from harness import Ranks
 from megatron.core import parallel_state
 
-from nemo_v4_indexer import parallel
+from nemo_v4_indexer import parallel, reference, visibility
 from nemo_v4_indexer.config import AttentionConfig, IndexerConfig
+from nemo_v4_indexer.layer import V4Indexer
 from nemo_v4_indexer.sharding import CP_LAYOUTS
 
 pytestmark = pytest.mark.distributed
@@ -152,15 +155,52 @@ def _average(tensor, group):
     return tensor.div_(group.size())
 
 
-def train(cases, ranks):
-    """{case: facts}, the same on every rank but for `gathered`."""
+def train_alone(cases):
+    """{case: facts} of one process, each with tokens of the first seed that leaves no selection to rounding."""
+    facts = {}
+    for case in cases:
+        for seed in range(3, 20):
+            with _margins() as margins:
+                facts |= train([case], 1, {case: seed})
+            if min(margins) > 1e-5:
+                break
+        facts[case]["seed"] = seed
+    return facts
+
+
+@contextlib.contextmanager
+def _margins():
+    """Gaps between the last score that a row selects and the next one, relative to the largest of the row's scores.
+
+    Equal scores are no gap: they are zeros of every head's relu, whose order is settled.
+    """
+    margins, select = [1.0], V4Indexer._select
+
+    def measured(indexer, x, qr, shards):
+        selection = select(indexer, x, qr, shards)
+        if selection.scores is not None:
+            start, end = selection.limits
+            scores = reference.scores(selection.q, selection.k, selection.weights)
+            scores = scores.masked_fill(~visibility.visible(start, end, scores.shape[-1]), -torch.inf)
+            best = scores.sort(-1, descending=True).values[..., : indexer.layer.topk + 1]
+            if best.shape[-1] > indexer.layer.topk:
+                gaps = (best[..., -2] - best[..., -1]) / best[..., :-1].abs().amax(-1)
+                margins.extend(gaps[gaps > 0].tolist())
+        return selection
+
+    with mock.patch.object(V4Indexer, "_select", measured):
+        yield margins
+
+
+def train(cases, ranks, seeds):
+    """{case: facts}, the same on every rank but for `gathered`. seeds: of the tokens, by undivided case."""
     from nemo_v4_indexer.integrations import megatron as host
 
     facts = {}
     for case in cases:
         model = _model(case, ranks)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-        generator = torch.Generator().manual_seed(3)
+        generator = torch.Generator().manual_seed(seeds[case.alone])
         fact = facts[case] = {"losses": [], "metrics": [], "gradients": [], "gathered": []}
         context = parallel_state.get_context_parallel_group()
         own = CP_LAYOUTS[case.layout](case.rows, case.context, context.rank()).positions()
@@ -195,10 +235,11 @@ def train(cases, ranks):
 def results(tmp_path_factory):
     """Facts by number of ranks: {1: [facts], 2: [facts, facts], 4: [...]}."""
     alone = list(dict.fromkeys(case.alone for case in TWO + FOUR + CONTEXT + BOTH))
-    found = {}
-    for ranks, cases, context in ((1, alone, 1), (2, TWO, 1), (4, FOUR, 1), (2, CONTEXT, 2), (4, BOTH, 2)):
+    found = {1: Ranks(1, tmp_path_factory.mktemp("ranks1"), train_alone, alone).results()}
+    seeds = {case: facts["seed"] for case, facts in found[1][0].items()}
+    for ranks, cases, context in ((2, TWO, 1), (4, FOUR, 1), (2, CONTEXT, 2), (4, BOTH, 2)):
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        facts = Ranks(ranks, folder, train, cases, ranks, context_parallel=context).results()
+        facts = Ranks(ranks, folder, train, cases, ranks, seeds, context_parallel=context).results()
         for known, new in zip(found.setdefault(ranks, [{} for _ in range(ranks)]), facts, strict=True):
             known |= new
     return found
@@ -232,12 +273,13 @@ def test_every_gradient(results, ranks, case):
             assert sum(".indexer." in name for name in expected) == 6 + 5 + 6
             assert actual.keys() == expected.keys()
             errors = {}
-            for name, reference in expected.items():
-                if reference.norm() < 1e-9:  # layers that see no group
+            for name, wanted in expected.items():
+                if wanted.norm() < 1e-9:  # layers that see no group
                     assert case.rows < 16 and actual[name].norm() < 1e-9, name
                 else:
-                    errors[name] = error(actual[name], reference)
-            bad = {name: value for name, value in errors.items() if not value < 1e-5}
+                    errors[name] = error(actual[name], wanted)
+            # A sink's gradient is what sums over all rows leave when they cancel.
+            bad = {n: e for n, e in errors.items() if not e < (1e-4 if n.endswith("sink.weight") else 1e-5)}
             assert not bad, (step, bad)
 
 
@@ -245,8 +287,8 @@ def test_every_gradient(results, ranks, case):
 def test_weights_after_three_steps(results, ranks, case):
     expected = results[1][0][case.alone]["weights"]
     for facts in results[ranks]:
-        for name, reference in expected.items():
-            assert error(facts[case]["weights"][name], reference) < 1e-5, name
+        for name, wanted in expected.items():
+            assert error(facts[case]["weights"][name], wanted) < 1e-5, name
     for name, weight in results[ranks][0][case]["own"].items():
         for facts in results[ranks][1:]:
             assert torch.equal(facts[case]["own"][name], weight), f"{name} differs between ranks"
