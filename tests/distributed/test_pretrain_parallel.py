@@ -98,7 +98,7 @@ def test_tensor_parallel_checkpoint_continues_on_one_process_and_back(single, te
 
 
 def test_kill_stops_all_processes_after_a_save_and_resuming_is_exact(text, tmp_path):
-    steps = 150  # many more than are trained before the signal arrives
+    steps = 80  # many more than are trained before the signal arrives
     sharded = ("parallel.tensor=2", "train.log_interval=1", f"train.steps={steps}", "train.eval_interval=0")
     pretrain(text, tmp_path / "whole", *sharded, processes=2)
     process = subprocess.Popen(

@@ -10,9 +10,9 @@ S, HEADS = 5, 3
 SIZES = [
     (128, 64, False, True),
     (128, 64, True, True),
-    (64, 32, False, False),
     (32, 16, True, False),
-    (32, 8, False, True),
+    pytest.param(64, 32, False, False, marks=pytest.mark.slow),
+    pytest.param(32, 8, False, True, marks=pytest.mark.slow),
 ]
 """(dim, rotary dims, half-split, Hadamard)."""
 

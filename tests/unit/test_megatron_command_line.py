@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training import global_vars
 from megatron.training.models.gpt import GPTModelConfig
@@ -199,14 +200,10 @@ def test_options_that_a_transformer_config_does_not_know_are_asked_of_the_comman
     host.v4_layer_spec(given)
 
 
-def test_experts_are_refused_wherever_the_settings_are(write):
+def test_experts_are_built_as_megatrons_options_say(write):
     write(FILE)
-    experts = dict(num_moe_experts=2, moe_router_load_balancing_type="none")
-    theirs = plain(**experts)
-    ours = plain(host.V4TransformerConfig, v4_indexer=INDEXER, v4_attention=attention_config(), **experts)
-    for config in (theirs, ours):
-        with pytest.raises(NotImplementedError, match=r"num_moe_experts must be absent: .* got 2"):
-            host.v4_layer_spec(config)
+    layers = host.v4_layer_spec(plain(num_moe_experts=2, moe_router_load_balancing_type="none")).layer_specs
+    assert all(layer.submodules.mlp.func is MoELayer for layer in layers)
 
 
 def test_the_loss_stage_follows_megatrons_iteration(write, monkeypatch, arguments):
