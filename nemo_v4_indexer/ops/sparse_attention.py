@@ -137,7 +137,7 @@ def _attend(q, kv, first_query, entries, sink, window, scale, first_keys):
 
 
 def _bytes_per_row(q, entries, window):
-    """Intermediates of one row, of which there are three of four bytes per logit at a time."""
+    """Bytes of one row's intermediates: up to three fp32 numbers per logit at a time, and the entries it gathers."""
     _, b, n, c = q.shape
     keys = sum(_window_blocks(len(q), window)) if window else 0
     row = 12 * b * n * keys
