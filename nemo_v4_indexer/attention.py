@@ -68,6 +68,7 @@ class V4SelfAttention(MegatronModule):
 
     Raises:
         ValueError: heads or output groups do not divide over the tensor parallel ranks, or layer numbers differ.
+        NotImplementedError: hybrid context parallelism.
     """
 
     def __init__(self, config, submodules=None, layer_number=1, *, layer, attention, pg_collection, **_):
@@ -286,6 +287,11 @@ def _cu_seqlens(packed_seq_params):
 
 
 def _check(config, layer_number, layer, attention, tensor_parallel):
+    if config.hybrid_context_parallel:  # sequences of one batch over different ranks
+        raise NotImplementedError(
+            f"V4SelfAttention (layer {layer_number}) needs hybrid_context_parallel=False: context parallel ranks hold "
+            "zigzag or contiguous rows of every sequence (cp_layout)"
+        )
     if layer.layer_number != layer_number and not layer.is_mtp:  # Megatron numbers MTP layers from 1 again
         raise ValueError(f"layer {layer_number} was given the settings of layer {layer.layer_number}")
     for name in ("n_heads", "o_groups"):

@@ -1,5 +1,6 @@
 """The whole self-attention against loops in fp64: every kind of layer, every parameter's gradient."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -293,6 +294,8 @@ def test_errors():
         attempt(ranks=3)
     with pytest.raises(ValueError, match="o_groups 1 does not divide over 2 "):
         attempt(ranks=2, o_groups=1)
+    with pytest.raises(NotImplementedError, match=r"layer 1.*hybrid_context_parallel=False"):
+        attempt(dataclasses.replace(config, hybrid_context_parallel=True, max_seqlen_per_dp_cp_rank=8))
     module, x = build(4), inputs(8)
     with pytest.raises(NotImplementedError, match=r"layer 1.*inference_context"):
         module(x, None, inference_context=object())
