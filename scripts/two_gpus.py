@@ -3,8 +3,7 @@
     python scripts/two_gpus.py [--out results.json] [--only layers,time,train] [--one-gpu]
 
 Writes every number as JSON and prints the checks; exits with 1 when one fails. With --one-gpu both processes share a
-GPU: everything is checked but the times, which mean nothing there. That needs NCCL 2.30 or newer, which may be
-preloaded.
+GPU, which needs NCCL 2.30 or newer (it may be preloaded); one process alone is timed there.
 
 S tokens, B batch, H index heads, D index dim.
 """
@@ -231,8 +230,8 @@ def worker(parts, out):
     if "layers" in parts:
         facts["layers"] = compare_layers()
     if "time" in parts:
-        facts["time"] = {f"TP{ranks}": time_indexer(ranks) for ranks in (1, 2)}
-        facts["exchange"] = time_exchange()
+        facts["time"] = {f"TP{ranks}": time_indexer(ranks) for ranks in range(1, dist.get_world_size() + 1)}
+        facts["exchange"] = time_exchange() if dist.get_world_size() > 1 else {}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(facts))
     dist.destroy_process_group()
@@ -295,7 +294,7 @@ def checks(facts):
             for part in ("main", "indexer"):  # as far from the fp32 reference as one GPU in bf16 is
                 rows.append((f"{label}: {part} gradient error", found[part], 1.5 * one[part] + 1e-3))
         layers["one GPU"] = one
-    if times := facts.get("time"):
+    if "TP2" in (times := facts.get("time", {})):
         for name in ("selection", "training"):
             ratio = times["TP2"][name] / times["TP1"][name]
             rows.append((f"indexer {name}, S={TIMED_SEQUENCE}: TP2 / TP1 time", ratio, 0.65))
@@ -311,12 +310,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("two_gpus.json"))
     parser.add_argument("--only", default="layers,time,train", help="parts to run (%(default)s)")
-    parser.add_argument("--one-gpu", action="store_true", help="both processes on the first GPU; nothing is timed")
+    parser.add_argument("--one-gpu", action="store_true", help="both processes on the first GPU")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
-    if arguments.one_gpu:
-        parts = [part for part in parts if part != "time"]
     if arguments.worker:
         return worker(parts, arguments.worker)
     # Memory, where there is some: a checkpoint is 10 GB.
@@ -325,9 +322,10 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # what was measured until then is written
     facts, rows = {"machine": machine()}, []
     try:
-        if {"layers", "time"} & set(parts):
-            part = folder / "facts.json"
-            torchrun(2, arguments.one_gpu, __file__, "--only", ",".join(parts), "--worker", str(part))
+        part = folder / "facts.json"
+        for name in [name for name in ("layers", "time") if name in parts]:
+            ranks = 1 if arguments.one_gpu and name == "time" else 2
+            torchrun(ranks, arguments.one_gpu, __file__, "--only", name, "--worker", str(part))
             facts |= json.loads(part.read_text())
         if "train" in parts:
             facts["train"] = train_and_resume(folder, arguments.one_gpu)
