@@ -28,7 +28,7 @@ from nemo_v4_indexer.diagnostics import SAMPLED_ROWS
 from nemo_v4_indexer.layer import V4Indexer
 from nemo_v4_indexer.modules import Float32Module, ReplicatedLinear, RMSNorm
 from nemo_v4_indexer.ops.loss import attach_loss
-from nemo_v4_indexer.ops.sparse_attention import Entries, sparse_attention
+from nemo_v4_indexer.ops.sparse_attention import Entries, joined, sparse_attention
 from nemo_v4_indexer.teacher import Teacher
 
 
@@ -157,11 +157,13 @@ class V4SelfAttention(MegatronModule):
         q = self._queries(qr, table)
         latent = self._latent(hidden_states, shards)
         entries, selection = self._entries(hidden_states, qr, latent, shards)
-        out, denominator = self._attend(q, latent, entries, shards)
+        # The sparse stage's teacher is what the attention gives the selected entries.
+        teaches = selection is not None and selection.indices is not None and self.indexer.trains
+        out, denominator, mass = self._attend(q, latent, entries, shards, teaches)
         out = self._project_out(out, table)
         if selection is not None and (self.indexer.trains or self.indexer.collects):
-            ratio, workspace = self.layer.compress_ratio, self.layer.workspace_mib * 2**20
-            teacher = Teacher(q, denominator, entries, self.scale, shards, self.tp_group, ratio, workspace)
+            ratio = self.layer.compress_ratio
+            teacher = Teacher(q, denominator, mass, entries, self.scale, shards, self.tp_group, ratio)
             if self.indexer.trains:
                 out = attach_loss(out, self.indexer.loss(selection, teacher))
             if self.indexer.collects:
@@ -208,25 +210,25 @@ class V4SelfAttention(MegatronModule):
         indices = None if selection is None else selection.indices
         return Entries(compressed, indices, *limits), selection
 
-    def _attend(self, q, latent, entries, shards):
-        """Attention of this rank's query rows: as `sparse_attention`; selective recompute keeps only its inputs."""
-        if not (self.recompute and torch.is_grad_enabled()):
-            return self._attend_runs(q, latent, entries, shards)
-        if entries is None:
-            return checkpoint(lambda q, latent: self._attend_runs(q, latent, None, shards), False, q, latent)
+    def _attend(self, q, latent, entries, shards, with_mass):
+        """`Attended` of this rank's query rows; selective recompute keeps only its inputs."""
 
-        def attend(q, latent, compressed):
-            return self._attend_runs(q, latent, entries._replace(latent=compressed), shards)
+        def attend(q, latent, compressed=None):
+            given = None if entries is None else entries._replace(latent=compressed)
+            return self._attend_runs(q, latent, given, shards, with_mass)
 
-        return checkpoint(attend, False, q, latent, entries.latent)
+        inputs = (q, latent) if entries is None else (q, latent, entries.latent)
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(attend, False, *inputs)
+        return attend(*inputs)
 
-    def _attend_runs(self, q, latent, entries, shards):
+    def _attend_runs(self, q, latent, entries, shards, with_mass):
         """One run of consecutive query rows at a time."""
         first_keys = None if shards.documents is None else shards.documents.starts()
-        outs, place = [], 0
+        parts, place = [], 0
         for start, stop in shards.queries.own:
             rows = slice(place, place + stop - start)
-            outs.append(
+            parts.append(
                 sparse_attention(
                     q[rows],
                     latent,
@@ -236,12 +238,12 @@ class V4SelfAttention(MegatronModule):
                     scale=self.scale,
                     first_position=start,
                     first_keys=first_keys,
+                    with_mass=with_mass,
                     workspace_bytes=self.layer.workspace_mib * 2**20,
                 )
             )
             place = rows.stop
-        out, denominator = zip(*outs, strict=True)
-        return torch.cat(out), torch.cat(denominator, dim=-1)
+        return joined(parts)
 
     def _project_out(self, out, table):
         """[Q, B, N, C] -> [L, B, hidden]: inverse RoPE, each head group to o_lora_rank, then all groups to hidden."""

@@ -18,7 +18,7 @@ from nemo_v4_indexer.diagnostics import Statistics
 from nemo_v4_indexer.integrations.automodel_host import MoEAuxLossAutoScaler
 from nemo_v4_indexer.ops.indexer import Options, V4IndexerFunction
 from nemo_v4_indexer.ops.loss import indexer_dense_kl_loss, indexer_kl_loss
-from nemo_v4_indexer.ops.sparse_attention import Entries, attention_mass, sparse_attention
+from nemo_v4_indexer.ops.sparse_attention import Entries, sparse_attention
 
 logger = logging.getLogger(__name__)
 MODULES = ("wkv", "wgate", "ape_param", "kv_norm", "wq_b", "weights_proj")
@@ -266,6 +266,5 @@ def recomputed_mass(attention, kwargs, entries, selection):
     entries = Entries(entries.transpose(0, 1), indices, *selection.limits)
     sink, scale = attention.sinks_param(q), attention.scaling
     workspace = attention.compressor.indexer.layer.workspace_mib * 2**20
-    window = attention.sliding_window
-    _, denominator = sparse_attention(q, kv, entries, sink, window=window, scale=scale, workspace_bytes=workspace)
-    return attention_mass(q, denominator, entries, scale)
+    how = dict(window=attention.sliding_window, scale=scale, with_mass=True, workspace_bytes=workspace)
+    return sparse_attention(q, kv, entries, sink, **how).mass

@@ -39,6 +39,20 @@ class Entries(NamedTuple):
         return self.latent.shape[0] if self.indices is None else self.indices.shape[-1]
 
 
+class Attended(NamedTuple):
+    """What `sparse_attention` gives.
+
+    out: [S, B, N, C], dtype of q.
+    denominator: fp32 [B, N, S], log of the softmax denominator. No gradient.
+    mass: fp32 [B, S, K] (or [B, S, G]), probability that each entry gets, summed over these heads; 0 where there is no
+        entry. No gradient. None unless asked for.
+    """
+
+    out: torch.Tensor
+    denominator: torch.Tensor
+    mass: torch.Tensor | None
+
+
 class _GatherEntries(torch.autograd.Function):
     """latent[index]: [G, B, C], int64 [B, s, K] -> [B, s, K, C].
 
@@ -113,8 +127,8 @@ def _window_output(p, keys, window):
     return torch.einsum("bipnk,ibck->ipbnc", p, keys).flatten(0, 1)[:s]
 
 
-def _attend(q, kv, first_query, entries, sink, window, scale, first_keys):
-    """One chunk of rows: out [s, B, N, C] and log of the softmax denominator [B, N, s]."""
+def _attend(q, kv, first_query, entries, sink, window, scale, first_keys, with_mass):
+    """`Attended` of one chunk of rows."""
     s, b, n, _ = q.shape
     parts = []
     if window:
@@ -126,14 +140,16 @@ def _attend(q, kv, first_query, entries, sink, window, scale, first_keys):
     widths = [part.shape[-1] for part in parts]
     logits = torch.cat([*parts, sink.float().view(1, 1, n, 1).expand(b, s, n, 1)], dim=-1)
     denominator = logits.logsumexp(-1)
-    p = (logits[..., :-1] - denominator[..., None]).exp().to(q.dtype).split(widths, dim=-1)
+    p = (logits[..., :-1] - denominator[..., None]).exp()
+    mass = p.detach().split(widths, dim=-1)[-1].sum(2) if with_mass else None
+    p = p.to(q.dtype).split(widths, dim=-1)
     out = _window_output(p[0], keys, window) if window else 0
     if entries is not None:
         if rows is None:
             out = out + torch.einsum("bsng,gbc->sbnc", p[-1], entries.latent)
         else:
             out = out + torch.einsum("bsnk,bskc->sbnc", p[-1], rows)
-    return out, denominator.detach().transpose(1, 2)
+    return Attended(out, denominator.detach().transpose(1, 2), mass)
 
 
 def _bytes_per_row(q, entries, window):
@@ -149,7 +165,17 @@ def _bytes_per_row(q, entries, window):
 
 
 def sparse_attention(
-    q, kv, entries, sink, *, window, scale, first_position=0, first_keys=None, workspace_bytes=256 * 2**20
+    q,
+    kv,
+    entries,
+    sink,
+    *,
+    window,
+    scale,
+    first_position=0,
+    first_keys=None,
+    with_mass=False,
+    workspace_bytes=256 * 2**20,
 ):
     """Attention of every row to its window, its compressed entries and the sink.
 
@@ -160,30 +186,35 @@ def sparse_attention(
         window: tokens seen, t - window + 1 .. t; 0 for none.
         scale: of the logits.
         first_keys: int [T], first token each token may see in its window (its document's); None: all.
+        with_mass: also give what every entry gets, which costs nothing more here (entries must not be None).
         workspace_bytes: bound on the intermediates of one chunk of rows.
 
     Returns:
-        out: [S, B, N, C], dtype of q. denominator: fp32 [B, N, S], log of the softmax denominator, without gradient.
+        `Attended`.
     """
-    outs, denominators = [], []
+    parts = []
     chunks = reference.chunk_rows(q.shape[0], _bytes_per_row(q, entries, window), workspace_bytes)
     for lo, hi in chunks:
         first_query, last_query = first_position + lo, first_position + hi
         first_key = max(0, first_query - _window_blocks(hi - lo, window)[1]) if window else first_query
         part = None if entries is None else entries.rows(lo, hi)
-        args = (q[lo:hi], kv[first_key:last_query], first_query, part, sink, window, scale, first_keys)
+        args = (q[lo:hi], kv[first_key:last_query], first_query, part, sink, window, scale, first_keys, with_mass)
         if len(chunks) > 1 and torch.is_grad_enabled():
-            out, denominator = checkpoint(_attend, *args, use_reentrant=False, preserve_rng_state=False)
+            parts.append(checkpoint(_attend, *args, use_reentrant=False, preserve_rng_state=False))
         else:
-            out, denominator = _attend(*args)
-        outs.append(out)
-        denominators.append(denominator)
-    return torch.cat(outs), torch.cat(denominators, dim=-1)
+            parts.append(_attend(*args))
+    return joined(parts)
+
+
+def joined(parts):
+    """`Attended` of consecutive rows as one."""
+    out, denominator, mass = zip(*parts, strict=True)
+    return Attended(torch.cat(out), torch.cat(denominator, dim=-1), None if mass[0] is None else torch.cat(mass, dim=1))
 
 
 @torch.no_grad()
 def attention_mass(q, denominator, entries, scale):
-    """M of the distillation loss: probability each entry gets, with the full denominator, summed over these heads.
+    """`Attended.mass`, afterwards and for entries of one's own choice: M of the distillation loss.
 
     Args:
         q: [s, B, N, C]. denominator: [B, N, s], from `sparse_attention`. entries: `Entries` of the same rows.

@@ -126,7 +126,7 @@ def test_tie_rate_of_a_layer_whose_rows_lie_elsewhere(monkeypatch):
         end = ((torch.arange(rows) + 1) // 4).int().expand(2, rows)
         entries = Entries(latent, selection.indices, torch.zeros_like(end), end)
         heads = slice(group.rank() * 2, group.rank() * 2 + 2)
-        teacher = Teacher(q[:, :, heads], denominator[:, :2], entries, 0.2, shards, group, 4, 2**20)
+        teacher = Teacher(q[:, :, heads], denominator[:, :2], None, entries, 0.2, shards, group, 4)
         module = torch.nn.Module()
         module.layer, module.indexer = layer, indexer
         V4SelfAttention._diagnose(module, selection, teacher)

@@ -43,7 +43,7 @@ CASES = [(1, 4, 2), (3, 4, 2), (21, 4, 2), (21, 4, 9), (21, 4, None), (13, 1, 3)
 @pytest.mark.parametrize("window", [1, 5, 64])
 def test_output_and_every_gradient_match_a_dense_softmax(rows, ratio, topk, window):
     tensors, entries, seen = problem(rows, ratio, topk)
-    out, denominator = run(tensors, entries, window)
+    out, denominator, _ = run(tensors, entries, window)
     oracles = [t.detach().double().requires_grad_() for t in tensors]
     expected, _, log_sum = naive.attention(oracles[0], oracles[1], oracles[2], seen, oracles[3], window, SCALE)
     naive.assert_close(out, expected, 1e-6)
@@ -62,7 +62,7 @@ def test_output_and_every_gradient_match_a_dense_softmax(rows, ratio, topk, wind
 def test_without_a_window_only_entries_and_sink_share_the_weight():
     tensors, entries, seen = problem(13, 1, 4)
     q, kv, latent, sink = tensors
-    out, _ = run(tensors, entries, 0)
+    out = run(tensors, entries, 0).out
     expected, _, _ = naive.attention(q, kv, latent, seen, sink, 0, SCALE)
     naive.assert_close(out, expected, 1e-6)
     out.square().sum().backward()
@@ -71,7 +71,7 @@ def test_without_a_window_only_entries_and_sink_share_the_weight():
 
 def test_the_window_alone():
     (q, kv, latent, sink), _, _ = problem(21, 4, 2)
-    out, _ = sparse_attention(q, kv, None, sink, window=5, scale=SCALE)
+    out, *_ = sparse_attention(q, kv, None, sink, window=5, scale=SCALE)
     nothing = torch.zeros(B, 21, 5, dtype=torch.bool)
     naive.assert_close(out, naive.attention(q, kv, latent, nothing, sink, 5, SCALE)[0], 1e-6)
 
@@ -80,11 +80,11 @@ def test_the_sink_takes_weight_and_gives_nothing():
     tensors, entries, _ = problem(21, 4, 2)
     q, kv, latent, sink = (t.detach() for t in tensors)
     entries = entries._replace(latent=latent)
-    small, _ = run((q, kv, latent, sink), entries, 5)
-    large, _ = run((q, kv, latent, sink + 30), entries, 5)
+    small = run((q, kv, latent, sink), entries, 5).out
+    large = run((q, kv, latent, sink + 30), entries, 5).out
     assert small.abs().max() > 0.1 and large.abs().max() < 1e-6
     only_first = sink + torch.tensor([30.0, 0, 0])
-    mixed, _ = run((q, kv, latent, only_first), entries, 5)
+    mixed = run((q, kv, latent, only_first), entries, 5).out
     torch.testing.assert_close(mixed[:, :, 1:], small[:, :, 1:])
 
 
@@ -95,7 +95,7 @@ def test_chunked_equals_unchunked_in_output_and_every_gradient(rows, ratio, topk
     results = []
     for options in ({}, {"workspace_bytes": workspace}):
         tensors, entries, _ = problem(rows, ratio, topk)
-        out, denominator = run(tensors, entries, window, **options)
+        out, denominator, _ = run(tensors, entries, window, **options)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
         gradients = torch.autograd.grad(out, tensors, grad, materialize_grads=True)
         results.append((out, denominator, *gradients))
@@ -110,7 +110,7 @@ def test_chunked_equals_unchunked_in_output_and_every_gradient(rows, ratio, topk
 def test_a_sequence_shorter_than_the_ratio_attends_to_its_window(topk, workspace):
     tensors, entries, seen = problem(3, 4, topk)
     q, kv, latent, sink = tensors
-    out, denominator = run(tensors, entries, 2, workspace_bytes=workspace)
+    out, denominator, _ = run(tensors, entries, 2, workspace_bytes=workspace)
     naive.assert_close(out, naive.attention(q, kv, latent, seen, sink, 2, SCALE)[0], 1e-6)
     gradients = torch.autograd.grad(out.sum(), tensors)  # also of the latent, of which there is none
     assert gradients[2].shape == (0, B, C) and gradients[1].any()
@@ -123,7 +123,7 @@ def test_no_intermediate_passes_the_workspace():
     (q, kv, latent, sink), _, _ = problem(1024, 4, None)
     workspace = 2**19
     with torch.no_grad(), Largest() as largest:
-        out, _ = sparse_attention(q, kv, None, sink, window=16, scale=SCALE, workspace_bytes=workspace)
+        out, *_ = sparse_attention(q, kv, None, sink, window=16, scale=SCALE, workspace_bytes=workspace)
     nothing = torch.zeros(B, 1024, 256, dtype=torch.bool)
     naive.assert_close(out, naive.attention(q, kv, latent, nothing, sink, 16, SCALE)[0], 1e-6)
     assert workspace / 8 < largest.bytes <= workspace
@@ -140,20 +140,21 @@ def test_backward_recomputes_chunks_instead_of_keeping_them():
 
 def test_changing_a_token_changes_nothing_before_it():
     tensors, entries, _ = problem(21, 4, None)
-    before, _ = run(tensors, entries, 5)
+    before = run(tensors, entries, 5).out
     for t in range(21):
         q, kv, latent, sink = (x.detach().clone() for x in tensors)
         q[t], kv[t], latent[t // 4 :] = 9, 9, 9
-        after, _ = run((q, kv, latent, sink), entries._replace(latent=latent), 5)
+        after = run((q, kv, latent, sink), entries._replace(latent=latent), 5).out
         assert torch.equal(after[:t], before[:t]) and not torch.equal(after[t], before[t])
 
 
 @pytest.mark.parametrize("topk", [3, None])
-def test_mass_is_the_probability_of_entries_under_the_full_denominator(topk):
+@pytest.mark.parametrize("workspace", [1, 20_000, 256 * 2**20])
+def test_mass_is_the_probability_of_entries_under_the_full_denominator(topk, workspace):
     tensors, entries, seen = problem(21, 4, topk)
     q, kv, latent, sink = tensors
-    _, denominator = run(tensors, entries, 5)
-    mass = attention_mass(q, denominator, entries, SCALE)
+    _, denominator, mass = run(tensors, entries, 5, with_mass=True, workspace_bytes=workspace)
+    torch.testing.assert_close(mass, attention_mass(q, denominator, entries, SCALE))
     _, p, _ = naive.attention(q, kv, latent, seen, sink, 5, SCALE)
     whole = p.sum(1).detach()
     if topk is None:
@@ -167,7 +168,7 @@ def test_mass_is_the_probability_of_entries_under_the_full_denominator(topk):
 
 def test_mass_of_entries_window_and_sink_sums_to_the_heads():
     (q, kv, _, sink), entries, _ = problem(21, 4, None)
-    _, denominator = sparse_attention(q, kv, entries, sink, window=64, scale=SCALE)
+    _, denominator, _ = sparse_attention(q, kv, entries, sink, window=64, scale=SCALE)
     raw = SCALE * torch.einsum("sbnc,tbc->bnst", q, kv)
     causal = torch.ones(21, 21).tril().log()
     window = (raw + causal - denominator[..., None]).exp().sum((1, 3))
@@ -178,7 +179,7 @@ def test_mass_of_entries_window_and_sink_sums_to_the_heads():
 
 def test_mass_of_some_rows():
     (q, kv, _, sink), entries, _ = problem(21, 4, 3)
-    _, denominator = sparse_attention(q, kv, entries, sink, window=5, scale=SCALE)
+    _, denominator, _ = sparse_attention(q, kv, entries, sink, window=5, scale=SCALE)
     whole = attention_mass(q, denominator, entries, SCALE)
     part = attention_mass(q[7:12], denominator[..., 7:12], entries.rows(7, 12), SCALE)
     torch.testing.assert_close(part, whole[:, 7:12])
@@ -186,7 +187,7 @@ def test_mass_of_some_rows():
 
 def test_bf16_keeps_its_dtype_and_an_fp32_softmax():
     tensors, entries, seen = problem(64, 4, 4, torch.bfloat16)
-    out, denominator = run(tensors, entries, 16)
+    out, denominator, _ = run(tensors, entries, 16)
     q, kv, latent, sink = (t.detach() for t in tensors)
     expected, _, log_sum = naive.attention(q, kv, latent, seen, sink, 16, SCALE)
     assert out.dtype == torch.bfloat16 and denominator.dtype == torch.float32
