@@ -18,6 +18,14 @@ def _no_hopper():
     return None
 
 
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A file to train on."""
+    path = tmp_path_factory.mktemp("text") / "book.txt"
+    path.write_text("".join(f"line {n} of a small book: {n * n}, {n % 7}.\n" for n in range(600)))
+    return path
+
+
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests that compile or train for minutes")
 

@@ -3,44 +3,22 @@
 import json
 import signal
 import subprocess
-import sys
 
 import pytest
+from toy_run import SIZES, python
 
 pytestmark = pytest.mark.distributed
 
 TOY = (
-    "model.hidden_size=32", "model.num_layers=3", "model.ffn_hidden_size=64", "model.attention.n_heads=4",
-    "model.attention.head_dim=16", "model.attention.q_lora_rank=16", "model.attention.o_lora_rank=16",
-    "model.attention.rope_dim=8", "indexer.compress_ratio=[4,32,4]", "indexer.topk=3", "indexer.n_heads=4",
-    "indexer.head_dim=16", "indexer.rope.dim=8", "indexer.window=8", "indexer.loss.coeff=1.0",
-    "indexer.loss.warmup_steps=10", "data.sequence_length=64", "train.batch_size=4", "train.steps=20",
-    "train.lr_warmup_steps=5", "train.eval_interval=10", "train.eval_batches=1", "train.checkpoint_interval=10",
-    "train.threads=1", "device=cpu",
+    *SIZES, "model.num_layers=3", "indexer.compress_ratio=[4,32,4]", "indexer.loss.warmup_steps=10", "train.steps=20",
+    "train.lr_warmup_steps=5", "train.eval_interval=10", "train.checkpoint_interval=10", "device=cpu",
 )  # fmt: skip
 MODULE = ("-m", "nemo_v4_indexer.pretrain")
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "book.txt"
-    path.write_text("".join(f"line {n} of a small book: {n * n}, {n % 7}.\n" for n in range(600)))
-    return path
-
-
 def command(text, folder, *overrides, processes=1):
-    start = (sys.executable, *MODULE)
-    if processes > 1:
-        start = (
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(processes),
-            *MODULE,
-        )
-    return [*start, *TOY, "data=text_file", f"data.path={text}", f"output_dir={folder}", *overrides]
+    where = ("data=text_file", f"data.path={text}", f"output_dir={folder}")
+    return [*python(processes), *MODULE, *TOY, *where, *overrides]
 
 
 def pretrain(*arguments, code=0, **keywords):

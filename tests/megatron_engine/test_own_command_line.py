@@ -7,11 +7,11 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from toy_run import python
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -44,14 +44,13 @@ def settings(tmp_path_factory):
 
 def train(settings, how, *options, processes=1):
     """Megatron's log of a run: losses and gradient norms by iteration, and the indexer's numbers of each evaluation."""
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     environment["NEMO_V4_INDEXER_CONFIG"] = str(settings)
     if processes == 1:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    command = [sys.executable, *start, str(SCRIPT), how, *OPTIONS, *options]
+    command = [*python(processes), str(SCRIPT), how, *OPTIONS, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = re.findall(r"iteration +(\d+)/ .* lm loss: (\S+) .* grad norm: (\S+) ", done.stdout)

@@ -5,50 +5,30 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from toy_run import SIZES, python
 
 pytestmark = pytest.mark.distributed
 
 # Two stages of it: one without any indexer, one with two.
 TOY = (
-    "model.hidden_size=32", "model.num_layers=4", "model.ffn_hidden_size=64", "model.attention.n_heads=4",
-    "model.attention.head_dim=16", "model.attention.q_lora_rank=16", "model.attention.o_lora_rank=16",
-    "model.attention.rope_dim=8", "indexer.compress_ratio=[0,32,4,4]", "indexer.topk=3", "indexer.n_heads=4",
-    "indexer.head_dim=16", "indexer.rope.dim=8", "indexer.window=8", "indexer.loss.coeff=1.0",
-    "indexer.loss.warmup_steps=3", "data.sequence_length=64", "train.batch_size=4", "train.micro_batch_size=1",
-    "train.steps=8", "train.lr_warmup_steps=0", "train.eval_interval=4", "train.eval_batches=1",
-    "train.checkpoint_interval=4", "train.threads=1",
+    *SIZES, "model.num_layers=4", "indexer.compress_ratio=[0,32,4,4]", "indexer.loss.warmup_steps=3",
+    "train.micro_batch_size=1", "train.steps=8", "train.lr_warmup_steps=0", "train.eval_interval=4",
+    "train.checkpoint_interval=4",
 )  # fmt: skip
 MEGATRON = ("megatron.bf16=false", "megatron.use_cpu_initialization=true", "megatron.num_workers=0")
 RIG = Path(__file__).with_name("fake_cuda.py")
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "book.txt"
-    path.write_text("".join(f"line {n} of a small book: {n * n}, {n % 7}.\n" for n in range(600)))
-    return path
-
-
 def start(text, folder, *overrides, processes=1, embedded=False):
     """A run's process after its end."""
     program = ["-m", "nemo_v4_indexer.pretrain", "device=cpu"] if embedded else [str(RIG), *MEGATRON]
-    if processes > 1:
-        program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *program]
-    command = [
-        sys.executable,
-        *program,
-        *TOY,
-        "data=text_file",
-        f"data.path={text}",
-        f"output_dir={folder}",
-        *overrides,
-    ]
+    where = ["data=text_file", f"data.path={text}", f"output_dir={folder}"]
+    command = [*python(processes), *program, *TOY, *where, *overrides]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
 

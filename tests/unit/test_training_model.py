@@ -4,16 +4,13 @@ import json
 
 import pytest
 import torch
+from toy_run import SIZES
 
 from nemo_v4_indexer.training.cli import run
 
 TOY = (
-    "model.hidden_size=32", "model.num_layers=2", "model.ffn_hidden_size=64", "model.attention.n_heads=4",
-    "model.attention.head_dim=16", "model.attention.q_lora_rank=16", "model.attention.o_lora_rank=16",
-    "model.attention.rope_dim=8", "indexer.compress_ratio=[0,4]", "indexer.topk=3", "indexer.n_heads=4",
-    "indexer.head_dim=16", "indexer.rope.dim=8", "indexer.window=8", "indexer.loss.coeff=1.0",
-    "data.sequence_length=64", "train.batch_size=4", "train.steps=8", "train.lr_warmup_steps=5",
-    "train.eval_interval=4", "train.eval_batches=1", "train.checkpoint_interval=3", "train.threads=1", "device=cpu",
+    *SIZES, "model.num_layers=2", "indexer.compress_ratio=[0,4]", "train.steps=8", "train.lr_warmup_steps=5",
+    "train.eval_interval=4", "train.checkpoint_interval=3", "device=cpu",
 )  # fmt: skip
 
 
