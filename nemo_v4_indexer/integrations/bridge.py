@@ -21,8 +21,7 @@ from omegaconf import OmegaConf
 
 from nemo_v4_indexer.integrations.megatron import v4_layer_spec
 from nemo_v4_indexer.integrations.megatron_builder import require_v4_layers
-from nemo_v4_indexer.integrations.megatron_config import settings_of
-from nemo_v4_indexer.ops.loss import set_loss_scale
+from nemo_v4_indexer.integrations.megatron_config import require_no_position_embedding, settings_of, suit_layers
 
 register_allowed_target_prefix("nemo_v4_indexer.")
 
@@ -53,14 +52,9 @@ class V4ModelProvider(GPTModelProvider):
             raise ValueError(
                 f"mtp_num_layers must be absent: Bridge would build its own layers, got {self.mtp_num_layers}"
             )
-        if self.position_embedding_type != "none":
-            raise ValueError(
-                "position_embedding_type must be 'none': the attention rotates its own queries and keys, got "
-                f"{self.position_embedding_type!r}"
-            )
+        require_no_position_embedding(self.position_embedding_type)
         super().finalize()
-        if self.experimental_attention_variant_loss_scale_func is None:
-            self.experimental_attention_variant_loss_scale_func = set_loss_scale
+        suit_layers(self)
 
     def provide(self, pre_process=None, post_process=None, vp_stage=None):
         """One stage of the model. The layer spec is set here, because Bridge's overrides restore older values of it.

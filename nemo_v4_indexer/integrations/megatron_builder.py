@@ -25,7 +25,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from nemo_v4_indexer.attention import V4SelfAttention
 from nemo_v4_indexer.integrations.megatron import v4_layer_spec, v4_mtp_spec
-from nemo_v4_indexer.integrations.megatron_config import V4TransformerConfig, settings_of
+from nemo_v4_indexer.integrations.megatron_config import V4TransformerConfig, require_no_position_embedding, settings_of
 
 __all__ = ["V4GPTModelBuilder", "V4GPTModelConfig", "require_v4_layers"]
 
@@ -55,11 +55,7 @@ class V4GPTModelConfig(GPTModelConfig):
             raise ValueError(
                 f"transformer_layer_spec must be absent: it is v4_layer_spec, got {self.transformer_layer_spec!r}"
             )
-        if self.position_embedding_type != "none":
-            raise ValueError(
-                "position_embedding_type must be 'none': the attention rotates its own queries and keys, got "
-                f"{self.position_embedding_type!r}"
-            )
+        require_no_position_embedding(self.position_embedding_type)
         self.transformer_layer_spec = v4_layer_spec
 
     def as_dict(self):

@@ -57,9 +57,23 @@ def hold_settings(config, indexer, attention):
     """
     _require_agreement(config, indexer, attention)
     config.v4_indexer, config.v4_attention = indexer, attention
+    suit_layers(config)
+
+
+def suit_layers(config):
+    """Set what V4 layers need of a Megatron config: checkpoints of layers that differ, and the loss scale's way."""
     config.hetereogenous_dist_checkpoint = True  # layers differ: Megatron must not store them as one stacked tensor
     if config.experimental_attention_variant_loss_scale_func is None:
         config.experimental_attention_variant_loss_scale_func = set_loss_scale
+
+
+def require_no_position_embedding(position_embedding_type):
+    """ValueError for position embeddings beside the attention's own."""
+    if position_embedding_type != "none":
+        raise ValueError(
+            "position_embedding_type must be 'none': the attention rotates its own queries and keys, got "
+            f"{position_embedding_type!r}"
+        )
 
 
 @dataclass
