@@ -73,8 +73,7 @@ class V4Compressor(Float32Module):
 
     def _halos(self, rows, layout, group):
         """For every own run, the rows before it that its first group needs; zeros before the sequence's first row."""
-        # A run's first group begins at most r - 1 rows before its first row.
-        need = 2 * self.ratio - 1 if self.overlap else self.ratio - 1
+        need = visibility.rows_before(self.ratio, self.overlap)
         zeros = rows.new_zeros(need, *rows.shape[1:])
         if layout.size == 1:
             return [zeros]

@@ -135,7 +135,7 @@ def layer_cost(layer, attention, model, *, sequence, batch, tensor=1, context=1,
 def _key_bytes(layer, held, key_width):
     """Bytes of other ranks' keys, and of the projected rows at their borders (fp32), of one sequence."""
     ratio = layer.compress_ratio
-    need = 0 if ratio == 1 else (2 if layer.overlap else 1) * ratio - 1  # rows before a run that its first group reads
+    need = visibility.rows_before(ratio, layer.overlap)
     keys = [
         sum(visibility.num_groups(b, ratio) - visibility.num_groups(a, ratio) for a, b in runs) for runs in held.runs
     ]

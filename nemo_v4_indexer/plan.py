@@ -36,7 +36,7 @@ def warnings_for(config, plan, found):
             warnings.append(
                 f"model.attention.{name} {value} does not divide over parallel.tensor {tensor}: this will not run"
             )
-    if any(layer.has_indexer and share_of_rows(config, False) is None for layer in plan):
+    if share_of_rows(config, False) is None and any(layer.has_indexer for layer in plan):
         warnings.append(f"{sequence} rows do not divide over the ranks: every rank scores the same rows")
     worst = max((cost.imbalance for cost in found), default=1.0)
     if worst > 1.2:

@@ -165,6 +165,11 @@ def _cut(runs, numbers):
     return tuple(found)
 
 
+def rows_before(compress_ratio, overlap):
+    """Most rows before a run of rows that the first group it ends reads; overlap: groups pool the previous one too."""
+    return (2 if overlap else 1) * compress_ratio - 1
+
+
 def overlaps(held, wanted):
     """Spans that the runs of one rank share with those another wants, in sequence order: list of (first, last + 1)."""
     spans = [(max(a, c), min(b, d)) for a, b in held for c, d in wanted]

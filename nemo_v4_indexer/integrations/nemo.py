@@ -25,6 +25,7 @@ from nemo_v4_indexer.training import step
 from nemo_v4_indexer.training.cpu_host import megatron_on
 from nemo_v4_indexer.training.data import VOCAB_SIZE, load_corpus, train_batch, validation_batch
 from nemo_v4_indexer.training.errors import UsageError
+from nemo_v4_indexer.training.world import mean_over_ranks
 
 # In every record, null when not measured.
 _ALWAYS = ("lm_loss", "indexer_loss", "recall", "recall_random")
@@ -185,11 +186,7 @@ class V4PretrainModel(ModelPT):
         """The mean loss and the means of what the indexers gathered, averaged over the data parallel ranks."""
         values = {name: sum(part[name] for part in gathered) / len(gathered) for name in gathered[0]}
         values["lm_loss"] = torch.stack(losses).mean().item()
-        if self.trainer.world_size > 1:
-            both = torch.tensor([values[name] for name in sorted(values)], dtype=torch.float64, device=self.device)
-            dist.all_reduce(both)
-            values = dict(zip(sorted(values), (both / self.trainer.world_size).tolist(), strict=True))
-        return values
+        return mean_over_ranks(values, dist.group.WORLD, self.device)
 
     def _write(self, record):
         for callback in self.trainer.callbacks:

@@ -9,6 +9,8 @@ rotations values are rounded to bf16, as they are where the two run one after th
 import tilelang
 import tilelang.language as T
 
+from .rotation import shape_problem
+
 THREADS = 256
 WIDTH = 8  # values of one thread: 16 bytes
 ROWS = 2  # rows of one thread, whose loads are in flight together
@@ -26,15 +28,13 @@ def rotate_rows(dim: int, rotary: int, half_split: bool, hadamard: bool, reverse
     else the pairs (2 i, 2 i + 1) of the last R turn. hadamard: then the Hadamard rotation. reverse: the transpose of
     all this, for gradients; the caller passes the same sin. x, y: [S, P, D]; cos, sin: fp32 [S, R / 2].
     """
+    if problem := shape_problem(dim, rotary, half_split):
+        raise ValueError(problem)
     lanes = dim // WIDTH
     rows = THREADS // lanes  # that a block rotates at a time
     first = 0 if half_split else dim - rotary
     half = rotary // 2
     far = half // WIDTH  # lanes between the halves of a pair
-    if half_split and (rotary % (2 * WIDTH) or far & (far - 1)):
-        raise ValueError(f"half-split rotation needs 16, 32, 64 ... rotary dims, got {rotary}")
-    if first % WIDTH or rotary % WIDTH:
-        raise ValueError(f"rotary dims must be a multiple of {WIDTH}, got {rotary} of {dim}")
     stages = lanes.bit_length() - 1
     S, P = T.dynamic("S"), T.dynamic("P")
 

@@ -93,21 +93,23 @@ def _entry_logits(q, entries, scale):
     return (logits.float() * scale).masked_fill(~valid[:, :, None], float("-inf")), rows
 
 
-def _window_blocks(s, window):
-    """Rows of a block of s query rows, and the keys that each block reads before its first row.
+def _block_rows(s, window):
+    """Rows of a block: longer ones compute more logits outside the window, shorter ones make smaller products."""
+    return min(s, max(window, 32))
 
-    Longer blocks would compute more logits outside the window, shorter ones smaller products.
-    """
-    return min(s, max(window, 32)), -(-(window - 1) // 8) * 8  # sizes that keep rows of logits aligned
+
+def _keys_before(window):
+    """Keys that a block reads before its first row: the window's, and more that keep rows of logits aligned."""
+    return -(-(window - 1) // 8) * 8
 
 
 def _window_logits(q, kv, first_query, window, scale, first_keys):
     """Logits [B, s, N, keys of a block], fp32, -inf outside the window; and every block's keys [blocks, B, C, keys].
 
-    kv: [T, B, C], the latents up to the last query's, from `before` (see `_window_blocks`) or fewer ahead of the first.
+    kv: [T, B, C], the latents up to the last query's, from `_keys_before` or fewer ahead of the first.
     """
     s, b, n, c = q.shape
-    size, before = _window_blocks(s, window)
+    size, before = _block_rows(s, window), _keys_before(window)
     count = -(-s // size)
     rows = F.pad(q, (0, 0, 0, 0, 0, 0, 0, count * size - s)).view(count, size, b, n, c)
     keys = F.pad(kv, (0, 0, 0, 0, before + s - len(kv), count * size - s)).unfold(0, size + before, size)
@@ -122,7 +124,7 @@ def _window_logits(q, kv, first_query, window, scale, first_keys):
 def _window_output(p, keys, window):
     """[s, B, N, C] from probabilities [B, s, N, keys of a block] and every block's keys."""
     b, s, n, width = p.shape
-    size, _ = _window_blocks(s, window)
+    size = _block_rows(s, window)
     p = F.pad(p, (0, 0, 0, 0, 0, len(keys) * size - s)).view(b, len(keys), size, n, width)
     return torch.einsum("bipnk,ibck->ipbnc", p, keys).flatten(0, 1)[:s]
 
@@ -155,7 +157,7 @@ def _attend(q, kv, first_query, entries, sink, window, scale, first_keys, with_m
 def _bytes_per_row(q, entries, window):
     """Bytes of one row's intermediates: up to three fp32 numbers per logit at a time, and the entries it gathers."""
     _, b, n, c = q.shape
-    keys = sum(_window_blocks(len(q), window)) if window else 0
+    keys = _block_rows(len(q), window) + _keys_before(window) if window else 0
     row = 12 * b * n * keys
     if entries is not None:
         # Entries and, in backward, their gradient in fp32 or better.
@@ -196,7 +198,7 @@ def sparse_attention(
     chunks = reference.chunk_rows(q.shape[0], _bytes_per_row(q, entries, window), workspace_bytes)
     for lo, hi in chunks:
         first_query, last_query = first_position + lo, first_position + hi
-        first_key = max(0, first_query - _window_blocks(hi - lo, window)[1]) if window else first_query
+        first_key = max(0, first_query - _keys_before(window)) if window else first_query
         part = None if entries is None else entries.rows(lo, hi)
         args = (q[lo:hi], kv[first_key:last_query], first_query, part, sink, window, scale, first_keys, with_mass)
         if len(chunks) > 1 and torch.is_grad_enabled():

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 
 from nemo_v4_indexer.training import files
 from nemo_v4_indexer.training.errors import UsageError
-from nemo_v4_indexer.training.world import World
+from nemo_v4_indexer.training.world import World, from_rank_0
 
 FORMAT = 1
 _NAME = re.compile(r"step_(\d{8})")
@@ -95,7 +95,7 @@ def save(
     Raises OSError on every rank when any of them cannot write.
     """
     path = folder / f"step_{meta['step']:08d}"
-    if world.from_main(lambda: path in _complete(folder)):
+    if from_rank_0(lambda: path in _complete(folder)):
         return path
     draft = folder / f".writing_{path.name}"
     if world.is_main:

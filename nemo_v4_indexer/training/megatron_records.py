@@ -7,12 +7,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training import get_args, training
 
 from nemo_v4_indexer.integrations import megatron as host
 from nemo_v4_indexer.training.metrics import ALWAYS, MetricsFile
+from nemo_v4_indexer.training.world import mean_over_ranks
 
 LM_LOSS = "lm loss"
 
@@ -92,14 +92,8 @@ class StepRecords:
 
     def _indexer_values(self) -> dict[str, float]:
         """Means over layers, ranks that share a sequence, and data parallel ranks."""
-        values = host.indexer_metrics(self._model)
-        group = parallel_state.get_data_parallel_group()
-        if group.size() == 1 or not values:
-            return values
-        names = sorted(values)
-        means = torch.tensor([values[name] for name in names], device=torch.cuda.current_device())
-        dist.all_reduce(means, group=group)
-        return dict(zip(names, (means / group.size()).tolist(), strict=True))
+        group, device = parallel_state.get_data_parallel_group(), torch.cuda.current_device()
+        return mean_over_ranks(host.indexer_metrics(self._model), group, device)
 
     def _flush(self) -> None:
         if self._pending is not None and self._metrics:

@@ -43,12 +43,7 @@ class World:
 
     def average(self, values: dict[str, float]) -> dict[str, float]:
         """Mean over the data-parallel ranks; every rank passes the same keys."""
-        if self.data_size == 1 or not values:
-            return values
-        keys = sorted(values)
-        tensor = torch.tensor([values[key] for key in keys], dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, group=self.data_group)
-        return dict(zip(keys, (tensor / self.data_size).tolist(), strict=True))
+        return mean_over_ranks(values, self.data_group, self.device)
 
     def average_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         """Replace the gradients by their mean over the data-parallel ranks, in one message per dtype."""
@@ -63,9 +58,15 @@ class World:
             for gradient, piece in zip(some, flat.split([gradient.numel() for gradient in some]), strict=True):
                 gradient.copy_(piece.view_as(gradient))
 
-    def from_main(self, action: Callable[[], Any]) -> Any:
-        """Run `action` on rank 0; give its result to all ranks, or raise its UsageError on all of them."""
-        return from_rank_0(action)
+
+def mean_over_ranks(values: dict[str, float], group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
+    """Mean of every value over a group's ranks, all of which pass the same keys."""
+    if group.size() == 1 or not values:
+        return values
+    keys = sorted(values)
+    tensor = torch.tensor([values[key] for key in keys], dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, group=group)
+    return dict(zip(keys, (tensor / group.size()).tolist(), strict=True))
 
 
 def from_rank_0(action: Callable[[], Any]) -> Any:

@@ -25,7 +25,7 @@ from nemo_v4_indexer.training.folder import RunFolder
 from nemo_v4_indexer.training.interrupt import StopRequest
 from nemo_v4_indexer.training.metrics import ALWAYS, MetricsFile
 from nemo_v4_indexer.training.report import Progress, summary
-from nemo_v4_indexer.training.world import World, joined
+from nemo_v4_indexer.training.world import World, from_rank_0, joined
 
 
 def run(config: PretrainConfig, resolved: Mapping[str, Any], resolved_yaml: str) -> int:
@@ -39,7 +39,7 @@ def run(config: PretrainConfig, resolved: Mapping[str, Any], resolved_yaml: str)
         world = stack.enter_context(joined(config))
         stack.enter_context(megatron_on(world.device))
         folder = RunFolder(config.output_dir)
-        world.from_main(lambda: stack.enter_context(folder.locked()))
+        from_rank_0(lambda: stack.enter_context(folder.locked()))
         return _Run(config, resolved, folder, world).train(stop, resolved_yaml)
 
 
@@ -96,7 +96,7 @@ class _Run:
     def train(self, stop: StopRequest, resolved_yaml: str) -> int:
         """Run from the folder's state to the last step, a stop request, or a failure."""
         config, world, folder = self.config, self.world, self.folder
-        found, notes = world.from_main(lambda: folder.start("embedded", config, self.resolved, self.corpus.fingerprint))
+        found, notes = from_rank_0(lambda: folder.start("embedded", config, self.resolved, self.corpus.fingerprint))
         done, before = 0, 0.0
         if found:
             meta = checkpoint.read_meta(found)
